@@ -27,16 +27,16 @@ import train
 
 from jaxrl_llm.config import MeshConfig, RolloutConfig
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import lowering, planned, sampler
 from jaxrl_llm.models import flops
-from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.planning import devices as hardware
-from jaxrl_llm.planning import fit
-from jaxrl_llm.planning.shapes import SHAPES
-from jaxrl_llm.rollout import cache
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.requests import Request, SamplingParams
+from jaxrl_llm.planning import accelerators as hardware
+from jaxrl_llm.planning import compiled_memory, memory_plan, resolve_sizes
+from jaxrl_llm.planning.published_shapes import SHAPES
+from jaxrl_llm.rollout.engine import kv_cache
+from jaxrl_llm.rollout.engine.engine import Engine
+from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
+from jaxrl_llm.sampling import policy_sampler
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer import rl
 
@@ -48,7 +48,7 @@ Row = tuple[str, str, str, str]  # what, of which work, value, beside what it co
 class Sizes:
     """What is measured; a rehearsal measures the same with less work."""
 
-    shapes: dict[str, Shape]
+    shapes: dict[str, Architecture]
     sequences: tuple[int, ...] = (64, 256)
     prompt_tokens: int = 128
     longest: int = 1024  # sampled tokens
@@ -74,10 +74,10 @@ def sampling(sizes: Sizes, name: str, sequences: int, settings: dict) -> Row:
     """Measures the engine on one device, every sequence with a prompt of its own."""
     shape, mesh = sizes.shapes[name], mesh_lib.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
     network = Network(shape, compute_dtype=_compute_dtype())
-    rollout = sampler.rollout_network(RolloutConfig(**settings), network, mesh)
-    mover = sampler.resharder(network, rollout, mesh, "tensor")
+    rollout = policy_sampler.rollout_network(RolloutConfig(**settings), network, mesh)
+    mover = policy_sampler.resharder(network, rollout, mesh, "tensor")
     with jax.set_mesh(mesh):
-        params = mover.reshard(mover.empty(), jax.jit(network.init)(jax.random.key(0)))
+        params = mover.reshard(mover.zeros(), jax.jit(network.init)(jax.random.key(0)))
     random = np.random.default_rng(0)
     lengths = np.exp(random.normal(np.log(sizes.median), 0.8, sequences))
     lengths = np.clip(lengths.astype(int), 1, sizes.longest)
@@ -96,10 +96,10 @@ def sampling(sizes: Sizes, name: str, sequences: int, settings: dict) -> Row:
         taken.append(time.perf_counter() - began)
     done = engine.statistics
     of_weights = sum(a.nbytes for a in jax.tree.leaves(params))
-    of_token = cache.cache_bytes(rollout, mesh, 1, 1)
+    of_token = kv_cache.cache_bytes(rollout, mesh, 1, 1)
     seen = (lengths * sizes.prompt_tokens + lengths * (lengths + 1) / 2).sum()
     rate = (done.decode_steps * of_weights + seen * of_token) / done.decode_s
-    known = hardware.present(jax.devices())
+    known = hardware.local_device(jax.devices())
     share = rate / known.memory_bandwidth if known and known.memory_bandwidth else None
     how = ", ".join(map(str, settings.values())) or rollout.compute_dtype
     return (
@@ -110,7 +110,7 @@ def sampling(sizes: Sizes, name: str, sequences: int, settings: dict) -> Row:
     )
 
 
-def _config(sizes: Sizes, shape: Shape):
+def _config(sizes: Sizes, shape: Architecture):
     """Returns the config of an update of GRPO on rows of the longest sequences."""
     half = sizes.row_tokens // 2
     values = {
@@ -122,14 +122,14 @@ def _config(sizes: Sizes, shape: Shape):
         "rewards": {"functions": {"length": {"function": "length"}}},
         "mesh": {"fsdp": -1},
     }
-    return planned.chosen(from_config_dict(values), shape, jax.devices())
+    return resolve_sizes.choose_sizes(from_config_dict(values), shape, jax.devices())
 
 
 def updating(sizes: Sizes) -> Iterator[Row]:
     """Measures updates of the smallest large shape, and memory beside the plan."""
     name, shape = next(iter(sizes.shapes.items()))
     config = _config(sizes, shape)
-    models = lowering.abstract_models(config, shape, jax.devices())
+    models = compiled_memory.abstract_models(config, shape, jax.devices())
     work, seconds = train.Work(config, models), []
     for _ in range(4):
         began = time.perf_counter()
@@ -146,12 +146,12 @@ def updating(sizes: Sizes) -> Iterator[Row]:
         f"{lengths.sum() / median:.0f} tokens/s",
         f"{mfu:.1%} of the arithmetic" if mfu > 0 else f"{done / median / 1e9:.1f} GFLOP/s",
     )
-    device = hardware.present(jax.devices())
+    device = hardware.local_device(jax.devices())
     stats = jax.devices()[0].memory_stats() or {}
     if device is None or "peak_bytes_in_use" not in stats:
         yield "memory, planned and measured", name, "-", "the device does not tell its memory"
         return
-    plan = fit.make(config, shape, (), device, len(jax.devices()))
+    plan = memory_plan.make_plan(config, shape, (), device, len(jax.devices()))
     wanted, peak = plan.programs["train"].total, stats["peak_bytes_in_use"]
     yield (
         "memory of the update",

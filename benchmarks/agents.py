@@ -25,18 +25,18 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_llm.agents.world import World
+from jaxrl_llm.agents.env_manager import EnvManager
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.config.agent import AgentConfig, EnvironmentConfig
 from jaxrl_llm.data.tokenizer import character_tokenizer, render_prompts
-from jaxrl_llm.learner import sampler
-from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rollout import episodes, lowered
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.requests import SamplingParams, Statistics
+from jaxrl_llm.rollout import episodes
+from jaxrl_llm.rollout.engine.engine import Engine
+from jaxrl_llm.rollout.engine.requests import EngineStatistics, SamplingParams
+from jaxrl_llm.sampling import policy_sampler
 from jaxrl_llm.sharding import mesh as mesh_lib
-from jaxrl_llm.types import EpisodeLog, Picture, Prompt, PromptBatch, Weights
+from jaxrl_llm.types import EpisodeLog, Prompt, PromptBatch, PromptImage, Weights
 
 TOKENIZER = character_tokenizer()
 _MARKS = frozenset(TOKENIZER.all_special_ids)
@@ -59,7 +59,7 @@ class Following(NamedTuple):
 
     tokens: tuple[int, ...]
     rewrites: bool = False
-    images: tuple[Picture, ...] = ()
+    images: tuple[PromptImage, ...] = ()
 
 
 class AtOnce:
@@ -74,13 +74,13 @@ class AtOnce:
         self._heard = dict.fromkeys(range(len(prompts.prompts) * num_samples), 0)
         return prompts
 
-    def take(self, number: int, tokens: list[int], stopped: bool) -> bool:
+    def submit_turn(self, number: int, tokens: list[int], stopped: bool) -> bool:
         self._heard[number] += 1
         is_answered = self._heard[number] < self._num_turns
         self._waiting += [number] * is_answered
         return is_answered
 
-    def answers(self, wait: bool) -> list[tuple[int, Following]]:
+    def collect_replies(self, wait: bool) -> list[tuple[int, Following]]:
         found, self._waiting = self._waiting, []
         return [(number, self._following) for number in found]
 
@@ -91,15 +91,15 @@ class AtOnce:
         return [EpisodeLog() for _ in self._heard]
 
 
-class Unhurried(World):
+class Unhurried(EnvManager):
     """The world of a run, in which a turn that its limit has ended counts as one that is done.
 
     The template's marks, which random weights sample too, it does not hear.
     """
 
-    def take(self, number: int, tokens: list[int], stopped: bool) -> bool:
+    def submit_turn(self, number: int, tokens: list[int], stopped: bool) -> bool:
         said = [token for token in tokens if token not in _MARKS]
-        return super().take(number, said, True)
+        return super().submit_turn(number, said, True)
 
 
 class Played(NamedTuple):
@@ -107,7 +107,7 @@ class Played(NamedTuple):
 
     wall_s: float
     cpu_s: float  # of this process; other load disturbs it less
-    done: Statistics
+    done: EngineStatistics
     num_sampled: int
 
 
@@ -117,7 +117,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         heads = args.hidden // 32
-        shape = Shape(
+        shape = Architecture(
             family="qwen2",
             vocab_size=len(TOKENIZER),
             hidden_size=args.hidden,
@@ -131,7 +131,7 @@ class Bench:
         mesh = mesh_lib.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
         network = Network(shape)
         decoding = network.for_decoding(mesh)
-        mover = sampler.resharder(network, decoding, mesh, "tensor")
+        mover = policy_sampler.resharder(network, decoding, mesh, "tensor")
         self.words = "It is so. " * (args.answer_tokens // 10)
         prompt = [{"role": "user", "content": "What is 12 times 34? " * (args.prompt_tokens // 21)}]
         (tokens,), (text,) = render_prompts(TOKENIZER, [prompt])
@@ -143,7 +143,7 @@ class Bench:
             decoding, mesh, num_slots=args.episodes, max_tokens=room, chunk_steps=args.chunk_steps
         )
         with jax.set_mesh(mesh):
-            params = mover.reshard(mover.empty(), jax.jit(network.init)(jax.random.key(0)))
+            params = mover.reshard(mover.zeros(), jax.jit(network.init)(jax.random.key(0)))
         self.weights = Weights(params, 0)
 
     def prompts(self, count: int, seconds: float, calls: int) -> PromptBatch:
@@ -154,7 +154,9 @@ class Bench:
         ]
         return PromptBatch(tuple(made), len(self.tokens))
 
-    def play(self, world: episodes.World, prompts: PromptBatch, limit: int, turn: int) -> "Played":
+    def play(
+        self, world: episodes.EpisodeEnvironment, prompts: PromptBatch, limit: int, turn: int
+    ) -> "Played":
         # Beside the model's own there is no end: a turn has exactly its tokens.
         samples = [SamplingParams(limit)]
         began = time.perf_counter(), time.process_time()
@@ -234,7 +236,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Returns what was measured."""
     bench = Bench(args)
-    for make in lowered.ahead(bench.engine, bench.weights.params, [False], continues=True).values():
+    for make in bench.engine.programs_to_compile(bench.weights.params, [False], True).values():
         make()
     environment = EnvironmentConfig(environment=f"{__file__}:Sleeper")
     config = AgentConfig(

@@ -99,9 +99,9 @@ def drawn_length(key, median: int) -> int:
 
 def skew_lengths(median: int) -> None:
     """Every response ends where its own length says, not where the model would."""
-    from jaxrl_llm.rollout import episodes, play
+    from jaxrl_llm.rollout import episode_runner, episodes
 
-    left, params = play.Play._left, episodes.sampling_params
+    left, params = episode_runner.EpisodeRunner._remaining_tokens, episodes.sampling_params
 
     def shorter(self, episode):
         tokens = sum(len(sequence.tokens) for sequence in episode)
@@ -110,20 +110,24 @@ def skew_lengths(median: int) -> None:
     def without_stops(*args):
         return dataclasses.replace(params(*args), stop_tokens=())
 
-    play.Play._left, episodes.sampling_params = shorter, without_stops
+    episode_runner.EpisodeRunner._remaining_tokens, episodes.sampling_params = (
+        shorter,
+        without_stops,
+    )
 
 
 def simulate(decode_s: float, read_s: float, learn_s: float, num_updates: int, same: bool) -> None:
     """Makes devices as slow as the module's text says."""
-    from jaxrl_llm.learner import ahead, update
-    from jaxrl_llm.metrics import clock
-    from jaxrl_llm.rollout import engine
+    from jaxrl_llm.learner import update
+    from jaxrl_llm.metrics import timers
+    from jaxrl_llm.rollout.engine import engine
+    from jaxrl_llm.sampling import async_source
 
     learner = Device()
     sampler = learner if same else Device()
     chunks: dict[int, collections.deque] = collections.defaultdict(collections.deque)
     decode, take, insert = (getattr(engine.Engine, n) for n in ("_dispatch", "_take", "_insert"))
-    learn, seconds, is_ready = update.Updater.update, clock.Clock.seconds, ahead._is_ready
+    learn, seconds, is_ready = update.Updater.update, timers.Clock.seconds, async_source._all_ready
 
     def _dispatch(self, *args):
         chunks[id(self)].append(sampler.give(self.chunk_steps * decode_s))
@@ -157,8 +161,8 @@ def simulate(decode_s: float, read_s: float, learn_s: float, num_updates: int, s
         return time.perf_counter() >= learner.free_at and is_ready(tree)
 
     engine.Engine._dispatch, engine.Engine._take, engine.Engine._insert = _dispatch, _take, _insert
-    update.Updater.update, clock.Clock.seconds = slow_update, slow_seconds
-    ahead._is_ready = slow_ready
+    update.Updater.update, timers.Clock.seconds = slow_update, slow_seconds
+    async_source._all_ready = slow_ready
 
 
 def config(arguments, way: str):
@@ -254,7 +258,7 @@ def measure(arguments, way: str) -> dict[str, float]:
 
 def work(arguments) -> None:
     """One process of a run."""
-    from jaxrl_llm.commands import line
+    from jaxrl_llm.commands import command_line
 
     _, same = WAYS[arguments.worker]
     if arguments.real:  # before jax makes its threads
@@ -263,7 +267,7 @@ def work(arguments) -> None:
     if not arguments.real:
         simulate(arguments.decode_s, arguments.read_s, arguments.learn_s, 2, same)
     flags = config(arguments, arguments.worker)
-    line.run(
+    command_line.run(
         "train",
         [
             f"--config={ROOT}/configs/grpo_async_tiny.py",
@@ -302,7 +306,7 @@ def main():
         idle = f"{found.rollout:.2f} | {found.learner:.2f}" if "ahead" in str(WAYS[way]) else "|"
         print(
             f"| {way} | {3600 / found.seconds:.0f} | {base / found.seconds:.2f} | {idle}"
-            f" | {found.staleness:.2f} | {found.oldest:.0f} |",
+            f" | {found.staleness:.2f} | {found.oldest_version:.0f} |",
             flush=True,
         )
 

@@ -21,8 +21,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import lowering
-from jaxrl_llm.planning import shapes
+from jaxrl_llm.planning import compiled_memory, published_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +86,10 @@ def compiled(setting: Setting, overrides: dict[str, dict[str, object]]) -> dict[
     devices = topologies.get_topology_desc(setting.topology, platform="tpu").devices
     begin, computed = time.perf_counter(), time.process_time()
     config = from_config_dict(values)
-    models = lowering.abstract_models(config, shapes.SHAPES[setting.model], devices)
-    lowered = lowering.lowered(config, models)["train"]()
+    models = compiled_memory.abstract_models(
+        config, published_shapes.SHAPES[setting.model], devices
+    )
+    lowered = compiled_memory.program_lowerings(config, models)["train"]()
     traced = time.perf_counter()
     program = lowered.compile()
     done = time.perf_counter()

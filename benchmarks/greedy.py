@@ -16,20 +16,20 @@ import torch
 import transformers
 from side_by_side import emit
 
+from jaxrl_llm import saved_policy
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data import datasets
-from jaxrl_llm.learner import saved
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.requests import Request, SamplingParams
+from jaxrl_llm.rollout.engine.engine import Engine
+from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
 
 Tokens = tuple[int, ...]
 _SLOTS = 16  # sequences at one time
 
 
 def of_engine(
-    source: saved.SavedPolicy, prompts: Sequence[Tokens], max_tokens: int
+    source: saved_policy.SavedPolicy, prompts: Sequence[Tokens], max_tokens: int
 ) -> list[Tokens]:
-    own = source.sampler.engine
+    own = source.sampler.engine_args
     longest = max(map(len, prompts))
     engine = Engine(
         own.network, own.mesh, num_slots=_SLOTS, max_tokens=longest + max_tokens, layout=own.layout
@@ -72,7 +72,7 @@ def main():
     parser.add_argument("--max-tokens", type=int, default=128)
     arguments = parser.parse_args()
 
-    source = saved.from_model(saved.model_config(arguments.model))
+    source = saved_policy.policy_from_model(saved_policy.sampling_config(arguments.model))
     data = DataConfig(task="gsm8k", train_files=(arguments.file,), max_prompt_tokens=1024)
     dataset = datasets.load_dataset(data, source.models.tokenizer, "train", 0)
     prompts = [prompt.tokens for prompt in dataset.prompts[: arguments.questions]]

@@ -54,11 +54,11 @@ def measure(arguments) -> None:
     """Runs our loop in this process and prints its report."""
     from jaxrl_llm import program
     from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
-    from jaxrl_llm.learner import models
-    from jaxrl_llm.metrics.clock import Clock
+    from jaxrl_llm.learner import job_models
+    from jaxrl_llm.metrics.timers import Clock
     from jaxrl_llm.trainer import rl, run
 
-    program.set_flags()  # as every command, before a device is used
+    program.set_xla_flags()  # as every command, before a device is used
     imported = side_by_side.since_process_start()
     now = side_by_side.clock(arguments.clock)
     starts: list[float] = []
@@ -84,11 +84,13 @@ def measure(arguments) -> None:
         _describe(settings, arguments, work, model, prompts)
         settings.model.tokenizer = tokenizer
         if arguments.cache:
-            program.keep_compilations(pathlib.Path(arguments.cache) / "run")
+            program.enable_compilation_cache(pathlib.Path(arguments.cache) / "run")
         run.Clock = StepClock
         # No token ends a sample, so that every program does the same work.
-        build = models.build
-        models.build = lambda *arguments: build(*arguments[:4], ())  # the last are end tokens
+        build = job_models.build_models
+        job_models.build_models = lambda *arguments: build(
+            *arguments[:4], ()
+        )  # the last are end tokens
         rl.train(from_config_dict(settings), workdir)
         lines = (workdir / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["data"] for line in lines][arguments.warmup : -1]

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import lowering
 from jaxrl_llm.models import attention
-from jaxrl_llm.planning import shapes
+from jaxrl_llm.planning import compiled_memory, published_shapes
 
 
 def compiled(arguments: argparse.Namespace, form: str) -> str:
@@ -45,10 +44,10 @@ def compiled(arguments: argparse.Namespace, form: str) -> str:
     }
     devices = topologies.get_topology_desc(arguments.topology, platform="tpu").devices
     begin = time.perf_counter()
-    shape = shapes.SHAPES["Llama-3.1-8B"]
+    shape = published_shapes.SHAPES["Llama-3.1-8B"]
     config = from_config_dict(values)
-    models = lowering.abstract_models(config, shape, devices)
-    lowered = lowering.lowered(config, models)["train"]()
+    models = compiled_memory.abstract_models(config, shape, devices)
+    lowered = compiled_memory.program_lowerings(config, models)["train"]()
     try:
         memory = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:

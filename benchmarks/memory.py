@@ -18,19 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import lowering
 from jaxrl_llm.models import heads
-from jaxrl_llm.models.places import Everywhere
+from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.remat import REMAT_POLICIES
-from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.models.target_positions import AllTargets
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.planning.shapes import known_shape
+from jaxrl_llm.planning import compiled_memory
+from jaxrl_llm.planning.published_shapes import published_shape
 
 GIB = 2**30
 POLICIES = ("none", *REMAT_POLICIES)
 
 
-def compiled_update(remat: str, devices, shape: Shape, tokens: int, **model):
+def compiled_update(remat: str, devices, shape: Architecture, tokens: int, **model):
     """Returns the compiled update of a GRPO policy with one row of `tokens` tokens per device."""
     config = from_config_dict(
         {
@@ -45,8 +45,8 @@ def compiled_update(remat: str, devices, shape: Shape, tokens: int, **model):
             },
         }
     )
-    models = lowering.abstract_models(config, shape, devices)
-    return lowering.lowered(config, models)["train"]().compile()
+    models = compiled_memory.abstract_models(config, shape, devices)
+    return compiled_memory.program_lowerings(config, models)["train"]().compile()
 
 
 def memory_table(topology: str, tokens: int, policies: list[str]) -> None:
@@ -54,7 +54,7 @@ def memory_table(topology: str, tokens: int, policies: list[str]) -> None:
     from jax.experimental import topologies
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    shape = known_shape("Llama-3.2-1B")
+    shape = published_shape("Llama-3.2-1B")
     print("| remat | arguments GiB | temporary GiB | host temporary GiB | compile s |")
     print("|---|---|---|---|---|")
     for remat in policies:
@@ -77,7 +77,7 @@ def memory_table(topology: str, tokens: int, policies: list[str]) -> None:
 def time_table(policies: list[str]) -> None:
     """Prints seconds of forward and backward pass on this machine, best of five, in turns."""
     shape = dataclasses.replace(
-        known_shape("Llama-3.2-1B"),
+        published_shape("Llama-3.2-1B"),
         vocab_size=8192,
         hidden_size=256,
         num_layers=6,
@@ -92,7 +92,7 @@ def time_table(policies: list[str]) -> None:
         network = Network(shape, remat=remat)
 
         def loss(params, network=network):
-            return jnp.sum(network.hidden(params, tokens, positions, tokens))
+            return jnp.sum(network.hidden_states(params, tokens, positions, tokens))
 
         params = jax.jit(network.init)(jax.random.key(0))
         programs[remat] = jax.jit(jax.grad(loss)).lower(params).compile()
@@ -118,7 +118,7 @@ def head_table() -> None:
 
     def in_chunks(hidden, weight):
         found, *_ = heads.token_statistics(
-            hidden, weight, tokens, Everywhere(jnp.ones_like(tokens))
+            hidden, weight, tokens, AllTargets(jnp.ones_like(tokens))
         )
         return jnp.sum(found)
 

@@ -19,12 +19,10 @@ from absl import app, flags
 
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
-from jaxrl_llm.learner import absent, lowering
-from jaxrl_llm.learner import planned as planned_lib
-from jaxrl_llm.planning import memory
-from jaxrl_llm.planning.devices import GIB, named, of_topology
-from jaxrl_llm.planning.setting import Setting
-from jaxrl_llm.planning.shapes import SHAPES
+from jaxrl_llm.planning import compile_only_devices, compiled_memory, memory, resolve_sizes
+from jaxrl_llm.planning.accelerators import GIB, device_by_name, topology_devices
+from jaxrl_llm.planning.published_shapes import SHAPES
+from jaxrl_llm.planning.run_setting import RunSetting
 from jaxrl_llm.sharding.mesh import mesh_sizes
 
 REPORTS = pathlib.Path(__file__).with_name("plan_reports.json")
@@ -221,32 +219,32 @@ class Row:
 
 
 def absent_devices(combination: Combination) -> tuple[str, int]:
-    """Returns the arguments of `absent.named`; the count is of GPUs alone."""
+    """Arguments of `compile_only_devices.devices_by_name`; the count is for GPUs alone."""
     kind, _, count = combination.topology.partition(" x ")
     return kind, int(count or 0)
 
 
-def setting(combination: Combination) -> Setting:
+def setting(combination: Combination) -> RunSetting:
     """Returns the input of the analytic plan of a combination."""
     config, (kind, count) = made(combination), absent_devices(combination)
     if combination.topology in ON_CPU:
         backend, count = "cpu", ON_CPU[combination.topology]
     elif count:
-        backend = named(kind).backend
+        backend = device_by_name(kind).backend
     else:
-        device, count = of_topology(kind)
+        device, count = topology_devices(kind)
         backend = device.backend
     sizes = mesh_sizes(config.mesh, count)
-    return Setting(config, SHAPES[combination.model], (), sizes, backend)
+    return RunSetting(config, SHAPES[combination.model], (), sizes, backend)
 
 
 def compared(reports: dict) -> Iterator[Row]:
     """Yields plan and report of every program in `reports` that could be compiled."""
     for combination in COMBINATIONS:
-        planned = memory.programs(setting(combination))
+        planned = memory.program_parts(setting(combination))
         for program, report in reports.get(combination.name, {}).items():
             if isinstance(report, dict):
-                total = lowering.Report(**report).total
+                total = compiled_memory.CompiledMemory(**report).total_bytes
                 yield Row(combination.name, program, planned[program].total, total)
 
 
@@ -271,15 +269,19 @@ def main(_):
         if not wanted:
             continue
         count = ON_CPU.get(combination.topology, 0)
-        devices = jax.devices()[:count] or absent.named(*absent_devices(combination))
+        devices = jax.devices()[:count] or compile_only_devices.devices_by_name(
+            *absent_devices(combination)
+        )
         shape = SHAPES[combination.model]
-        config = planned_lib.chosen(config, shape, devices)
-        programs = lowering.lowered(config, lowering.abstract_models(config, shape, devices))
+        config = resolve_sizes.choose_sizes(config, shape, devices)
+        programs = compiled_memory.program_lowerings(
+            config, compiled_memory.abstract_models(config, shape, devices)
+        )
         for name in wanted:
             start = time.perf_counter()
             try:
-                report = dataclasses.asdict(lowering.compile_report(programs[name]))
-            except lowering.Refused as error:
+                report = dataclasses.asdict(compiled_memory.compiled_memory(programs[name]))
+            except compiled_memory.CompilerOutOfMemory as error:
                 report = str(error)
             keep(combination.name, name, report)
             print(combination.name, name, report, f"{time.perf_counter() - start:.1f}s", flush=True)

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
-from jaxrl_llm.planning import fit, placement
-from jaxrl_llm.planning.devices import DEVICES
-from jaxrl_llm.planning.fit import Plan
-from jaxrl_llm.planning.placement import Placement
-from jaxrl_llm.planning.setting import Scorer
-from jaxrl_llm.planning.shapes import SHAPES
+from jaxrl_llm.planning import memory_plan, pool_placement
+from jaxrl_llm.planning.accelerators import DEVICES
+from jaxrl_llm.planning.memory_plan import MemoryPlan
+from jaxrl_llm.planning.pool_placement import Placement
+from jaxrl_llm.planning.published_shapes import SHAPES
+from jaxrl_llm.planning.run_setting import ScoringModel
 
 MODELS = (("Qwen2.5-3B", 8), ("Llama-3.1-8B", 8), ("Qwen2.5-32B", 16), ("Llama-3.1-70B", 64))
 SAVINGS = (
@@ -60,10 +60,12 @@ def run(recipe: str) -> RLConfig:
     return from_config_dict(config)
 
 
-def plan(config: RLConfig, model: str, count: int, scored: bool) -> Plan:
+def plan(config: RLConfig, model: str, count: int, scored: bool) -> MemoryPlan:
     """Returns the plan on H200s; only its bytes are used."""
     shape = SHAPES[model]
-    return fit.make(config, shape, (Scorer(shape, "scalar"),) * scored, DEVICES["h200"], count)
+    return memory_plan.make_plan(
+        config, shape, (ScoringModel(shape, "scalar"),) * scored, DEVICES["h200"], count
+    )
 
 
 def savings(recipe: str) -> Iterator[str]:
@@ -72,8 +74,10 @@ def savings(recipe: str) -> Iterator[str]:
     yield "| settings | " + " | ".join(f"{name} on {count}" for name, count in MODELS) + " |"
     yield "|---" * (len(MODELS) + 1) + "|"
     for saving in ({}, *SAVINGS):
-        config = fit.changed(config, saving)
-        peaks = [plan(config, name, count, recipe == "ppo").peak / 1e9 for name, count in MODELS]
+        config = memory_plan.with_changes(config, saving)
+        peaks = [
+            plan(config, name, count, recipe == "ppo").peak_bytes / 1e9 for name, count in MODELS
+        ]
         title = ", ".join(f"`{key}={value}`" for key, value in saving.items())
         title = f"+ {title}" if saving else "float32 weights, nothing recomputed, 16k tokens"
         yield f"| {title} | " + " | ".join(f"{peak:.1f}" for peak in peaks) + " |"
@@ -93,7 +97,7 @@ def placements() -> Iterator[str]:
         "trainer.max_tokens_per_microbatch": 4096,
         "model.param_dtype": "bfloat16",
     }
-    config = fit.changed(run("ppo"), saved)
+    config = memory_plan.with_changes(run("ppo"), saved)
     yield "| model | GPUs | fastest | seconds | together | policy+reference / critic+reward |" + (
         " each alone | that fit |"
     )
@@ -101,7 +105,7 @@ def placements() -> Iterator[str]:
     for model, counts in CASES.items():
         for count in counts:
             made = plan(config, model, count, scored=True)
-            ranking = placement.rank(made.setting, DEVICES["a100"], count)
+            ranking = pool_placement.rank_placements(made.setting, DEVICES["a100"], count)
             best = ranking[0]
             name = best.name.replace(" | ", " / ") if best.fits else "none fits"
             cells = [model, count, name, f"{best.step_s:.0f}" if best.fits else "-"]
@@ -115,7 +119,7 @@ def ranked() -> Iterator[str]:
     for model, count in (("Llama-3.1-8B", 16), ("Llama-3.1-70B", 128)):
         made = plan(run("ppo"), model, count, scored=True)
         start = time.perf_counter()
-        placement.rank(made.setting, DEVICES["v5p"], count)
+        pool_placement.rank_placements(made.setting, DEVICES["v5p"], count)
         yield f"15 placements of {model} on {count}: {time.perf_counter() - start:.2f} s"
 
 

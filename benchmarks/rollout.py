@@ -52,22 +52,22 @@ class Ours:
         import jax
 
         from jaxrl_llm.config import MeshConfig, SpeculationConfig
-        from jaxrl_llm.learner import sampler
-        from jaxrl_llm.models import huggingface
+        from jaxrl_llm.models.hf import checkpoint
         from jaxrl_llm.models.transformer import Network
-        from jaxrl_llm.rollout.engine import Engine
+        from jaxrl_llm.rollout.engine.engine import Engine
+        from jaxrl_llm.sampling import policy_sampler
         from jaxrl_llm.sharding import mesh as mesh_lib
 
         self.mesh = mesh_lib.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
-        network = Network(huggingface.read_shape(folder))
-        axes, units = network.logical_axes(), network.units
-        abstract = network.abstract()
+        network = Network(checkpoint.read_architecture(folder))
+        axes, units = network.logical_axes(), network.sharding_units
+        abstract = network.abstract_params()
         layout = mesh_lib.shardings(abstract, axes, self.mesh, mesh_lib.TRAIN, units)
-        weights = huggingface.load(folder, network, layout)
+        weights = checkpoint.load(folder, network, layout)
         self.network = network.for_decoding(self.mesh)
-        mover = sampler.resharder(network, self.network, self.mesh, "tensor")
+        mover = policy_sampler.resharder(network, self.network, self.mesh, "tensor")
         with jax.set_mesh(self.mesh):
-            self.params = mover.reshard(mover.empty(), weights)
+            self.params = mover.reshard(mover.zeros(), weights)
         work = json.loads((folder / "workload.json").read_text())
         prompts, limits = (8, [128] * 32) if workload == "r1" else (32, work["lengths"])
         self.prompts = [tuple(ids) for ids in work["prompt_ids"][:prompts]]
@@ -88,7 +88,7 @@ class Ours:
         import jax
         import numpy as np
 
-        from jaxrl_llm.rollout.requests import Request, SamplingParams
+        from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
 
         keys = jax.random.split(jax.random.key(seed), (len(self.prompts), 4))
         keys = np.asarray(jax.random.key_data(keys))
@@ -111,23 +111,23 @@ def one_loop(ours: Ours) -> Callable[[int], None]:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxrl_llm.rollout import inputs, prefill, programs
-    from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS
-    from jaxrl_llm.rollout.sampling import SamplerState
+    from jaxrl_llm.rollout.engine import device_programs, host_inputs, prefill
+    from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS
+    from jaxrl_llm.rollout.engine.token_sampling import SamplerState
 
     slots, new, network = 32, 128, ours.network
-    own = network.decode_kernel is not None
+    own = network.decode_attention is not None
     # The first of three pages of 64 tokens is the prompt's.
     table = np.repeat(np.arange(8), 4)[:, None] * np.array([1, 0, 0]) + [0, 8, 8]
-    writes = inputs.writes([(i, i, 0) for i in range(8)], 8, 9)
+    writes = host_inputs.page_writes([(i, i, 0) for i in range(8)], 8, 9)
     zeros, ones = jnp.zeros(slots), jnp.ones(slots)
 
     @jax.jit
     def run(params, prompts, keys):
         prefix = prefill.prefill(network, params, prompts)
         sampler = SamplerState(keys, ones, zeros.astype(int), ones, zeros)
-        state = programs.empty_state(network, slots, 9, 64)
-        admission = programs.Admission(
+        state = device_programs.empty_state(network, slots, 9, 64)
+        admission = device_programs.InsertArgs(
             jnp.repeat(jnp.arange(8), 4),
             jnp.arange(slots),
             jnp.full(slots, new),
@@ -136,8 +136,8 @@ def one_loop(ours: Ours) -> Callable[[int], None]:
             jnp.zeros(slots, jnp.int32),
         )
         switches = {"filtered": False, "num_top": 0}
-        state, first = programs.insert(state, prefix, admission, writes, **switches)
-        _, rest = programs.generate(
+        state, first = device_programs.insert(state, prefix, admission, writes, **switches)
+        _, rest = device_programs.generate(
             network,
             params,
             state,
@@ -151,7 +151,7 @@ def one_loop(ours: Ours) -> Callable[[int], None]:
         )
         return first.tokens, rest.tokens
 
-    prompts = inputs.prompt_rows(ours.prompts[:8], 64)
+    prompts = host_inputs.prompt_rows(ours.prompts[:8], 64)
 
     def sample(seed: int) -> None:
         keys = jax.random.key_data(jax.random.split(jax.random.key(seed), slots))
@@ -245,12 +245,13 @@ def measure(folder: pathlib.Path, workload: str, args: argparse.Namespace) -> No
         f" {last.prefill_positions / last.prefill_tokens - 1:.0%} padding of prompts;"
         f" {ours.engine.num_compilations() - compiled} compilations after the first runs"
     )
-    layout = ours.engine.jitted.pages
+    layout = ours.engine.programs.pages
     dense = layout.num_slots * layout.max_tokens
-    held, used = (n * layout.page_tokens for n in (layout.num_pages, last.most_pages))
+    held, used = (n * layout.page_tokens for n in (layout.num_pages, last.peak_pages))
     print(
         f"  cache of {held} tokens, {held / dense:.2f} of slots x longest; {used} were held at the"
-        f" most, {used / dense:.2f}; {last.put_back} samples put back, {last.reread_tokens} tokens"
+        f" most, {used / dense:.2f}; {last.num_preemptions} samples preempted,"
+        f" {last.recomputed_tokens} tokens"
         " read again"
     )
     if args.speculate:

@@ -22,12 +22,12 @@ import httpx
 import jax
 import numpy as np
 
+from jaxrl_llm import saved_policy
 from jaxrl_llm.data.tokenizer import character_tokenizer
-from jaxrl_llm.learner import saved
-from jaxrl_llm.models import huggingface
-from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.hf import checkpoint
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rollout.requests import Request, SamplingParams
+from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
 from jaxrl_llm.serving import server
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -38,7 +38,7 @@ def make_model(folder: pathlib.Path, hidden: int, layers: int) -> None:
     """Writes a random model with the character tokenizer."""
     tokenizer = character_tokenizer()
     network = Network(
-        Shape(
+        Architecture(
             family="qwen2",
             vocab_size=len(tokenizer),
             hidden_size=hidden,
@@ -52,7 +52,7 @@ def make_model(folder: pathlib.Path, hidden: int, layers: int) -> None:
         )
     )
     params = jax.jit(network.init)(jax.random.key(0))
-    huggingface.save(folder, network, params, tokenizer)
+    checkpoint.save(folder, network, params, tokenizer)
 
 
 def workload(count: int) -> list[tuple[str, int]]:
@@ -65,9 +65,9 @@ class Alone:
     """The engine in this process."""
 
     def __init__(self, folder: pathlib.Path, num_slots: int, chunk_steps: int):
-        source = saved.from_model(saved.model_config(str(folder)))
-        self._served = server.served(source)
-        self._engine = server.engine(source, self._served, num_slots, chunk_steps)
+        source = saved_policy.policy_from_model(saved_policy.sampling_config(str(folder)))
+        self._served = server.served_model(source)
+        self._engine = server.make_engine(source, self._served, num_slots, chunk_steps)
         self._params = source.weights().params
 
     def run(self, work: list[tuple[str, int]]) -> float:

@@ -4,7 +4,7 @@
 
 Nothing is sampled and no device is needed: responses get log-normal lengths, the engine's own
 scheduler decides, and each chunk of steps takes what the planner's figures say (`decode_step` of
-`planning.times`: operations, bytes and links of a step on a device, and the shares of them
+`planning.step_time`: operations, bytes and links of a step on a device, and the shares of them
 that programs reach). Reading prompts takes what their operations take, again when samples were put
 back. Host work is left out.
 
@@ -23,17 +23,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.config.room import page_tokens
+from jaxrl_llm.config.kv_cache_sizing import page_tokens
 from jaxrl_llm.models import flops
-from jaxrl_llm.planning import times
-from jaxrl_llm.planning.devices import Device, named
-from jaxrl_llm.planning.setting import Setting
-from jaxrl_llm.planning.shapes import SHAPES
-from jaxrl_llm.rollout.jitted import slot_counts, windows
-from jaxrl_llm.rollout.pages import Layout, Pages
-from jaxrl_llm.rollout.programs import Outputs
-from jaxrl_llm.rollout.requests import Request, SamplingParams
-from jaxrl_llm.rollout.scheduler import Sample, Scheduler
+from jaxrl_llm.planning import step_time
+from jaxrl_llm.planning.accelerators import Device, device_by_name
+from jaxrl_llm.planning.published_shapes import SHAPES
+from jaxrl_llm.planning.run_setting import RunSetting
+from jaxrl_llm.rollout.engine.compiled_programs import cache_windows, slot_counts
+from jaxrl_llm.rollout.engine.device_programs import Outputs
+from jaxrl_llm.rollout.engine.page_allocator import CacheLayout, PageAllocator
+from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
+from jaxrl_llm.rollout.engine.scheduler import Sample, Scheduler
 from jaxrl_llm.sharding.mesh import AXES
 
 _NO_KEY = np.zeros((1, 2), np.uint32)
@@ -52,7 +52,7 @@ class Result(NamedTuple):
     reread_tokens: int
 
 
-def setting_of(args: argparse.Namespace, device: Device) -> Setting:
+def setting_of(args: argparse.Namespace, device: Device) -> RunSetting:
     """Returns one copy of the weights, its layers split over all devices."""
     values: dict[str, dict[str, Any]] = {
         "model": {"compute_dtype": "bfloat16", "param_dtype": "bfloat16"},
@@ -67,12 +67,12 @@ def setting_of(args: argparse.Namespace, device: Device) -> Setting:
         "rewards": {"functions": {"length": {"function": "length"}}},
     }
     mesh = dict.fromkeys(AXES, 1) | {"tensor": args.devices}
-    made = Setting(from_config_dict(values), SHAPES[args.model], (), mesh, device.backend)
-    room = device.memory_bytes - made.rollout_weights
+    made = RunSetting(from_config_dict(values), SHAPES[args.model], (), mesh, device.backend)
+    room = device.memory_bytes - made.rollout_bytes
     return dataclasses.replace(made, memory_bytes=room)
 
 
-def longest_slots(setting: Setting) -> int:
+def longest_slots(setting: RunSetting) -> int:
     """Returns how many of the longest sequences fit in the memory that `pages` has."""
     fitting = setting.cache_tokens // setting.config.max_sequence_tokens
     return min(fitting, setting.config.sequences_per_step, setting.config.rollout.num_slots or 256)
@@ -88,12 +88,14 @@ def lengths_of(args: argparse.Namespace) -> np.ndarray:
 class Run:
     """Decodes until all samples have their lengths, on the clock of the planner's figures."""
 
-    def __init__(self, setting: Setting, device: Device, layout: Layout, chunk: int, window: bool):
+    def __init__(
+        self, setting: RunSetting, device: Device, layout: CacheLayout, chunk: int, window: bool
+    ):
         """`window`: whether a step reads of all slots as much as the longest has."""
         self._setting, self._device, self._layout = setting, device, layout
         self._chunk, self._window = chunk, window
-        self._windows = windows(layout.max_tokens)
-        self._scheduler = Scheduler(str, Pages(layout), chunk)
+        self._windows = cache_windows(layout.max_tokens)
+        self._scheduler = Scheduler(str, PageAllocator(layout), chunk)
         self._seconds = 0.0
         self._steps = self._active = self._read = self._live = 0.0
 
@@ -105,10 +107,10 @@ class Run:
             scheduler.add(Request(prompt, _NO_KEY.repeat(len(row), 0), params))
         read: set[int] = set()
         while scheduler.waiting or scheduler.active:
-            scheduler.reserve(self._chunk, by_force=True)
-            while entering := scheduler.admit():
+            scheduler.reserve(self._chunk, preempt=True)
+            while entering := scheduler.schedule():
                 self._enter(entering, read)
-            scheduler.reserve(self._chunk, by_force=True)
+            scheduler.reserve(self._chunk, preempt=True)
             self._decode()
         return Result(
             self._layout.num_slots,
@@ -117,22 +119,22 @@ class Run:
             self._seconds,
             self._active / self._steps,
             self._read / self._live,
-            scheduler.num_put_back,
-            scheduler.reread_tokens,
+            scheduler.num_preempted,
+            scheduler.recomputed_tokens,
         )
 
     def _enter(self, entering: list[Sample], read: set[int]) -> None:
-        prompts = {sample.request for sample in entering if sample.is_fresh} - read
+        prompts = {sample.request for sample in entering if sample.needs_full_prefill} - read
         read |= prompts
-        again = [s.num_tokens - s.shared for s in entering if not s.is_fresh]
+        again = [s.num_tokens - s.num_cached_tokens for s in entering if not s.needs_full_prefill]
         self._prefill([len(entering[0].prompt)] * len(prompts) + again)
-        left = [s.most_tokens - s.num_tokens - 1 for s in entering]
-        self._scheduler.take_first(entering, _sampled(np.ones((1, len(entering)), bool), left))
+        left = [s.max_tokens - s.num_tokens - 1 for s in entering]
+        self._scheduler.record_inserted(entering, _sampled(np.ones((1, len(entering)), bool), left))
 
     def _prefill(self, lengths: list[int]) -> None:
         if lengths:
             work = flops.forward(self._setting.policy, np.array(lengths), 1)
-            reached = self._device.flops * times.REACHED["flops"]
+            reached = self._device.flops * step_time.EFFICIENCY["flops"]
             self._seconds += work / self._setting.num_devices / reached
 
     def _decode(self) -> None:
@@ -146,7 +148,7 @@ class Run:
         left = np.zeros(num_slots, int)
         held = np.zeros(num_slots, int)
         for slot, sample in scheduler.active.items():
-            left[slot], held[slot] = sample.most_tokens - sample.num_tokens, sample.num_tokens - 1
+            left[slot], held[slot] = sample.max_tokens - sample.num_tokens, sample.num_tokens - 1
         steps = min(self._chunk, int(left.max()))
         if scheduler.waiting:
             enough = num_slots - num_active + max(1, num_slots // 16)
@@ -159,13 +161,13 @@ class Run:
             cached = int((-(-held // page) * page).sum())
         given = np.arange(steps)[:, None] < left
         read = cached + recent  # of each step: there is room for a whole chunk
-        cost = times.decode_step(self._setting, self._device, num_slots, read)
+        cost = step_time.decode_step(self._setting, self._device, num_slots, read)
         self._seconds += steps * cost.seconds
         self._steps += steps
         self._active += int(given.sum())
         self._read += steps * read
         self._live += int(((held + np.arange(steps)[:, None]) * given).sum())
-        scheduler.take(_sampled(given, np.maximum(left - steps, 0).tolist()))
+        scheduler.record_generated(_sampled(given, np.maximum(left - steps, 0).tolist()))
         scheduler.progress()
 
 
@@ -178,12 +180,12 @@ def _sampled(given: np.ndarray, left: list[int]) -> Outputs:
 
 def simulate(args: argparse.Namespace) -> dict[str, Result]:
     """Returns what each cache does with the same responses."""
-    device = named(args.device)
+    device = device_by_name(args.device)
     setting, lengths = setting_of(args, device), lengths_of(args)
     longest, page = setting.config.max_sequence_tokens, page_tokens(device.backend)
     slots = longest_slots(setting)
-    dense = Layout(slots, longest, longest, slots)
-    paged = Layout(setting.cache_tokens // page, page, longest, setting.num_slots)
+    dense = CacheLayout(slots, longest, longest, slots)
+    paged = CacheLayout(setting.cache_tokens // page, page, longest, setting.num_slots)
     return {
         "longest": Run(setting, device, dense, args.chunk_steps, True).play(lengths),
         "pages": Run(setting, device, paged, args.chunk_steps, False).play(lengths),

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import planned
-from jaxrl_llm.planning import fit, placement
-from jaxrl_llm.planning.fit import Plan
+from jaxrl_llm.planning import memory_plan, pool_placement, resolve_sizes
+from jaxrl_llm.planning.memory_plan import MemoryPlan
 
 GIB = 1 << 30
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -32,14 +31,14 @@ def loaded(name: str) -> tuple[RLConfig, str]:
     return from_config_dict(module.get_config()), topology
 
 
-def plan_of(name: str, mesh: Mapping[str, int] = {}) -> tuple[Plan, str]:
+def plan_of(name: str, mesh: Mapping[str, int] = {}) -> tuple[MemoryPlan, str]:
     """Returns the plan of a config on its own devices, which need not be here, and their name.
 
     Axes of `mesh` take the place of the config's.
     """
     config, topology = loaded(name)
-    config = fit.changed(config, {f"mesh.{axis}": size for axis, size in mesh.items()})
-    return planned.plan(config, planned.elsewhere(topology, "", 1)), topology
+    config = memory_plan.with_changes(config, {f"mesh.{axis}": size for axis, size in mesh.items()})
+    return resolve_sizes.make_plan(config, resolve_sizes.topology_target(topology, "", 1)), topology
 
 
 def by_program(recipe: str) -> Iterator[str]:
@@ -50,7 +49,7 @@ def by_program(recipe: str) -> Iterator[str]:
         plan, topology = plan_of(f"{recipe}_{size}")
         totals = [plan.programs[name].total / GIB for name in ("decode", "score", "train")]
         cells = [f"`{recipe}_{size}`", f"`{topology}`", *(f"{total:.1f}" for total in totals)]
-        cells += [f"{plan.peak / GIB:.1f}", f"{plan.device.memory_bytes / GIB:.1f}"]
+        cells += [f"{plan.peak_bytes / GIB:.1f}", f"{plan.device.memory_bytes / GIB:.1f}"]
         yield "| " + " | ".join(cells) + " |"
 
 
@@ -78,9 +77,13 @@ def by_slices(recipe: str) -> Iterator[str]:
     yield "|---" * 5 + "|"
     for what, changes in meshes.items():
         plan, _ = plan_of(name, changes)
-        cells = [what, fit.axes(plan.setting.mesh), f"{plan.peak / GIB:.1f}"]
+        cells = [
+            what,
+            memory_plan.mesh_axes_text(plan.setting.mesh),
+            f"{plan.peak_bytes / GIB:.1f}",
+        ]
         cells += [f"{plan.device.memory_bytes / GIB:.1f}"]
-        cells += [f"{placement.speed(plan).step_s:.0f}" if plan.fits else "does not fit"]
+        cells += [f"{pool_placement.step_speed(plan).step_s:.0f}" if plan.fits else "does not fit"]
         yield "| " + " | ".join(cells) + " |"
 
 

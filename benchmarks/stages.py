@@ -15,8 +15,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import lowering
-from jaxrl_llm.planning.shapes import SHAPES
+from jaxrl_llm.planning import compiled_memory
+from jaxrl_llm.planning.published_shapes import SHAPES
 
 TOKENS, SEQUENCES, FSDP = 256, 32, 2
 
@@ -39,9 +39,9 @@ def seconds(layers: int, microbatches: int, rounds: int) -> tuple[float, float]:
         }
     )
     shape = dataclasses.replace(SHAPES["Qwen2.5-0.5B"], num_layers=layers)
-    models = lowering.abstract_models(config, shape, jax.devices())
+    models = compiled_memory.abstract_models(config, shape, jax.devices())
     begin = time.process_time()
-    lowered = lowering.lowered(config, models)["train"]()
+    lowered = compiled_memory.program_lowerings(config, models)["train"]()
     traced = time.process_time()
     lowered.compile()
     return traced - begin, time.process_time() - traced

@@ -28,7 +28,7 @@ import jax
 
 from jaxrl_llm.config import flags
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import ahead
+from jaxrl_llm.sampling import async_source
 from jaxrl_llm.trainer import rl, supervised
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -95,7 +95,7 @@ def main():
     arguments = parser.parse_args()
     out = pathlib.Path(arguments.out or os.devnull)
     done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    ahead._is_ready = lambda pending: False
+    async_source._all_ready = lambda pending: False
     warm_start = supervised.warm_start
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         taught: list = []

@@ -15,7 +15,7 @@ from typing import Any
 from absl import app, flags
 
 import jaxrl_llm
-from jaxrl_llm.trainer.run import Run
+from jaxrl_llm.trainer.run import TrainingRun
 
 PACKAGE = pathlib.Path(jaxrl_llm.__file__).parent
 CONFIG = PACKAGE.parent / "configs" / "grpo_tiny.py"
@@ -45,20 +45,20 @@ def calls_of_step(step: int) -> collections.Counter[str]:
         if event == "call" and path.is_relative_to(PACKAGE):
             calls[path.relative_to(PACKAGE).as_posix()] += 1
 
-    begin = Run.begin
+    begin = TrainingRun.begin_step
 
-    def watched(run: Run, number: int, state: Any):
+    def watched(run: TrainingRun, number: int, state: Any):
         is_job = run.workdir.name == "run"  # not a stage before RL
         sys.setprofile(count if is_job and number == step else None)
         return begin(run, number, state)
 
-    Run.begin = watched  # type: ignore[method-assign]
+    TrainingRun.begin_step = watched  # type: ignore[method-assign]
     try:
         with tempfile.TemporaryDirectory() as folder:
             jaxrl_llm.train(settings(step + 1), f"{folder}/run")
     finally:
         sys.setprofile(None)
-        Run.begin = begin  # type: ignore[method-assign]
+        TrainingRun.begin_step = begin  # type: ignore[method-assign]
     return calls
 
 

@@ -72,7 +72,7 @@ def _matmul_gflops(timed) -> float:
 def _of_folder(model: pathlib.Path, microbatch_tokens: int):
     """Returns the config of this benchmark with the model of a folder, and the run's models."""
     from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
-    from jaxrl_llm.learner import models as models_lib
+    from jaxrl_llm.learner import job_models
 
     settings = default_config_dict()
     settings.model.path = str(model)
@@ -89,7 +89,7 @@ def _of_folder(model: pathlib.Path, microbatch_tokens: int):
     with side_by_side.own_tokenizer(model) as folder:
         settings.model.tokenizer = folder
         config = from_config_dict(settings)
-        return config, models_lib.of_job(config)
+        return config, job_models.make_models(config)
 
 
 class Work:
@@ -102,11 +102,11 @@ class Work:
         from jaxrl_llm.types import Rollouts
 
         policy = weights.initial_policy(config, models)
-        frozen = weights.frozen(config, models, policy, {})
+        frozen = weights.load_frozen(config, models, policy, {})
         self._config, self._models = config, models
         self._state = weights.initial_state(config, models, policy)
         self._predict = predict.predictor(config, models, frozen)
-        self._learn = update.updater(config, models, frozen.base, self._state)
+        self._learn = update.make_updater(config, models, frozen.base_params, self._state)
         self._of_policy, _ = predict.scoring_programs(config, models)
 
         random = np.random.default_rng(0)
@@ -147,7 +147,7 @@ class Work:
 
         from jaxrl_llm.learner import batches
 
-        order = batches.order(self._config, len(self._rollouts.lengths), jax.random.key(0))
+        order = batches.update_order(self._config, len(self._rollouts.lengths), jax.random.key(0))
         (found,) = batches.minibatches(self._models.packer, self._rollouts, order)
         return found
 
@@ -156,7 +156,7 @@ class Work:
         import jax.numpy as jnp
 
         from jaxrl_llm.learner import batches
-        from jaxrl_llm.metrics.clock import Clock
+        from jaxrl_llm.metrics.timers import Clock
         from jaxrl_llm.types import Estimates
 
         predictions, _ = self._predict(self._state, self._rollouts, Clock())
@@ -170,7 +170,9 @@ class Work:
             loss_mask=mask,
             correction_weights=mask.astype(jnp.float32),
         )
-        batch = self._learn.spread(batches.assemble(self._rollouts, predictions, estimates))
+        batch = self._learn.replicate_batch(
+            batches.assemble(self._rollouts, predictions, estimates)
+        )
         self._state, metrics = self._learn.update(self._state, batch, *self._minibatch())
         return metrics
 

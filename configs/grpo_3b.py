@@ -3,6 +3,7 @@
 Policy and reference start from Qwen2.5-3B-Instruct; the `math` reward scores the
 answers. Rows are prompts with ground truth in verl's schema.
 
+    pip install -e '.[math]'
     python launch/train.py --config=configs/grpo_3b.py --workdir=runs/grpo_3b \
         --config.model.path=models/Qwen2.5-3B-Instruct \
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"

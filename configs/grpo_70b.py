@@ -3,6 +3,7 @@
 Policy and reference start from Llama-3.1-70B-Instruct; the `math` reward scores the
 answers. Rows are prompts with ground truth in verl's schema.
 
+    pip install -e '.[math]'
     python launch/train.py --config=configs/grpo_70b.py --workdir=runs/grpo_70b \
         --config.model.path=models/Llama-3.1-70B-Instruct \
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"

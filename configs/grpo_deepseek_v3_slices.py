@@ -4,6 +4,7 @@
 Policy and reference start from DeepSeek-V3; the `math` reward scores the answers.
 Rows are prompts with ground truth in verl's schema.
 
+    pip install -e '.[math]'
     python launch/train.py --config=configs/grpo_deepseek_v3_slices.py --workdir=runs/grpo \
         --config.model.path=models/DeepSeek-V3 \
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"

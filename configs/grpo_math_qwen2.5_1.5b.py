@@ -4,6 +4,7 @@ Rows are those of `data.task="files"`; docs/examples.md converts the MATH data s
 are compared as mathematics (math-verify), so that `1/2` and `0.5` are one answer. Groups in which
 all answers are right, or all wrong, are dropped and other prompts sampled.
 
+    pip install -e '.[math]'
     python launch/train.py --config=configs/grpo_math_qwen2.5_1.5b.py --workdir=runs/math \
         --config.model.path=models/Qwen2.5-1.5B-Instruct \
         --config.data.train_files="('math_train.jsonl',)" \

@@ -4,6 +4,7 @@
 Policy and reference start from Mixtral-8x7B-Instruct; the `math` reward scores the answers.
 Rows are prompts with ground truth in verl's schema.
 
+    pip install -e '.[math]'
     python launch/train.py --config=configs/grpo_mixtral_8x7b.py --workdir=runs/grpo \
         --config.model.path=models/Mixtral-8x7B-Instruct \
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"

@@ -4,6 +4,7 @@
 Policy and reference start from Qwen3-30B-A3B; the `math` reward scores the answers.
 Rows are prompts with ground truth in verl's schema.
 
+    pip install -e '.[math]'
     python launch/train.py --config=configs/grpo_qwen3_30b_a3b.py --workdir=runs/grpo \
         --config.model.path=models/Qwen3-30B-A3B \
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"

@@ -4,6 +4,7 @@ Rows are verl's: column `images`, marks `<image>` in the prompt, ground truth fo
 which reads the answer in \\boxed{}. Prompts have 1024 tokens at most, those of their figure
 included; longer ones are dropped. The tower is frozen; trainer.tower_learning_rate trains it.
 
+    pip install -e '.[math]'
     python launch/train.py --config=configs/grpo_vl_7b.py --workdir=runs/grpo_vl_7b \\
         --config.model.path=models/Qwen2.5-VL-7B-Instruct \\
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('test.parquet',)"

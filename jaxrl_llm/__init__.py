@@ -1,6 +1,6 @@
 """Reinforcement learning for language models in JAX.
 
-From Python, a run is a config and a call; nothing is imported before it is needed:
+From Python, a run is a config and a call; submodules are imported on first use:
 
     import jaxrl_llm
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
     Rows = Iterable[Mapping[str, Any]]
 
-# It is right: tokenizers are all that is used of that library.
+# Expected here: only the tokenizers of that library are used.
 logging.getLogger("transformers").addFilter(
     lambda record: "PyTorch was not found" not in record.getMessage()
 )
 
 
 def default_config(job: str = "rl") -> "ConfigDict":
-    """Returns every setting of a job ("rl", "sft", "dpo", "reward_model"), to be changed."""
+    """A config with every setting of a job ("rl", "sft", "dpo", "reward_model") at its default."""
     from jaxrl_llm.config.bridge import default_config_dict
 
     return default_config_dict(job)
@@ -41,13 +41,13 @@ def train(
     rows: "Rows | Mapping[str, Rows] | None" = None,
     replay: "Sequence[str | os.PathLike[str]]" = (),
 ) -> "LearnerState | Trainable":
-    """Runs the job that the config describes, as `launch/train.py` does; returns what it learned.
+    """Runs the job of a config, as `launch/train.py` does; returns the trained state.
 
-    `config` is a changed `default_config`, nested dicts, or a validated `JobConfig`. The folder
-    `workdir` is made if missing; the same one with the same config resumes the run. `rows` are what
-    to train on: dicts as a file would hold them (any iterable, also a Hugging Face `Dataset`), or
-    a mapping of them by split, "train" and "eval". They take the place of `data.train_files`.
-    `replay` are dumps of rollouts, with tokens: RL learns from one a step, and samples nothing.
+    `config` is a modified `default_config`, nested dicts, or a validated `JobConfig`. The folder
+    `workdir` is created if missing; the same one with the same config resumes the run. `rows` are
+    the training data: dicts as a file would hold them (any iterable, also a Hugging Face
+    `Dataset`), or a mapping of them by split, "train" and "eval". They replace `data.train_files`.
+    `replay` are rollout dumps with tokens: RL trains on one per step and samples nothing.
 
     Raises:
       ConfigError: Listing every problem of the config, or where `workdir` belongs to another run.
@@ -60,15 +60,15 @@ def train(
     from jaxrl_llm.trainer import loops
 
     if rows is not None:
-        with files.given(rows if isinstance(rows, Mapping) else {"train": rows}) as names:
+        with files.in_memory_rows(rows if isinstance(rows, Mapping) else {"train": rows}) as names:
             values = config if isinstance(config, Mapping) else to_dict(config)
             data = {**values.get("data", {}), "task": "files"}
             data |= {f"{split}_files": (name,) for split, name in names.items()}
             return train({**values, "data": data}, workdir, replay=replay)
-    program.set_flags()
+    program.set_xla_flags()
     if not isinstance(config, JobConfig):
         config = from_config_dict(config)
-    program.keep_compilations(workdir)
+    program.enable_compilation_cache(workdir)
     return loops.train(config, workdir, replay)
 
 
@@ -77,16 +77,16 @@ def check(
     workdir: str | os.PathLike[str],
     replay: "Sequence[str | os.PathLike[str]]" = (),
 ) -> "JobConfig":
-    """Checks a job as `train` does before it begins; allocates no weights and writes nothing.
+    """Runs the checks of `train`; allocates no weights and writes nothing.
 
-    Returns the config with the sizes that the plan chose; raises as `train`.
+    Returns the config with the sizes that the planner chose; raises as `train`.
     """
     from jaxrl_llm import program
     from jaxrl_llm.config import JobConfig
     from jaxrl_llm.config.bridge import from_config_dict
     from jaxrl_llm.trainer import loops
 
-    program.set_flags()
+    program.set_xla_flags()
     if not isinstance(config, JobConfig):
         config = from_config_dict(config)
     return loops.check(config, workdir, replay)

@@ -1,21 +1,21 @@
-"""The root of all errors that a user can mend."""
+"""Base classes of errors that a user can fix, and exit codes."""
 
 import importlib
 from collections.abc import Iterable, Sequence
 
-EXIT_MENDABLE = 1  # of a program that ends with the message of a `UserError`
+EXIT_USER_ERROR = 1  # the program ended with the message of a `UserError`
 EXIT_ALERT = 3  # an alert stopped the run after a save
-EXIT_INTERRUPTED = 75  # a signal ended the run; to be started again, as EX_TEMPFAIL says
+EXIT_INTERRUPTED = 75  # a signal stopped the run; restart it (EX_TEMPFAIL)
 
-Problem = tuple[str, str]  # (field path below a group, what is wrong and what to do)
+Problem = tuple[str, str]  # (field path below a group, fault and remedy)
 
 
 class UserError(Exception):
-    """A fault of the run, its files or its machine; programs show its message, no traceback."""
+    """A fault of the run, its files or its machine; programs show the message, no traceback."""
 
 
 class ConfigError(UserError, ValueError):
-    """A run description that cannot work; the message lists every problem."""
+    """An invalid config; the message lists every problem."""
 
     def __init__(self, problems: str | Sequence[str]):
         problems = (problems,) if isinstance(problems, str) else tuple(problems)
@@ -24,14 +24,14 @@ class ConfigError(UserError, ValueError):
         super().__init__("\n".join([f"{count} in this config:", *(f"  {p}" for p in problems)]))
 
 
-def refuse(problems: Iterable[Problem]) -> None:
+def raise_flag_problems(problems: Iterable[Problem]) -> None:
     """Raises `ConfigError` if there are problems with the flags of a command."""
-    if found := [f"--{name}: {message}" for name, message in problems]:
-        raise ConfigError(found)
+    if messages := [f"--{name}: {message}" for name, message in problems]:
+        raise ConfigError(messages)
 
 
 def check_package(package: str, extra: str, where: str) -> None:
-    """Raises ConfigError if the package of an extra, which the setting `where` needs, is absent."""
+    """Raises ConfigError if `package` of an extra, needed by the setting `where`, is missing."""
     try:
         importlib.import_module(package)
     except ImportError as error:
@@ -40,7 +40,7 @@ def check_package(package: str, extra: str, where: str) -> None:
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was asked to end. Not an `Exception`: no code may handle it as its own failure."""
+    """The run was asked to stop. Not an `Exception`: no code may handle it as its own failure."""
 
     def __init__(self, reason: str, exit_code: int):
         super().__init__(reason)

@@ -1,7 +1,7 @@
-"""Text from outside: the one place where half surrogate pairs are found, replaced or refused.
+"""Text from outside: the one place that detects, replaces or rejects lone surrogates.
 
 JSON can write half of a character (`"\\ud83d"`), and Python keeps it in a string that no file in
-UTF-8, tokenizer or socket takes. Rows and requests that hold one are refused by their readers;
+UTF-8, tokenizer or socket takes. Rows and requests that hold one are rejected by their readers;
 texts that nobody can correct (tool results, calls that a policy wrote) are cleaned.
 """
 
@@ -34,14 +34,14 @@ def text_fault(value: Any, max_depth: int = MAX_DEPTH) -> tuple[list[str], str] 
     >>> text_fault({"a": ["b", "\\ud83d"]})
     (['a', '1'], 'holds half of a surrogate pair, which is no text')
     """
-    half = "holds half of a surrogate pair, which is no text"
-    inside: Iterable[tuple[Any, Any]]
-    left: list[tuple[list[str], Any]] = [([], value)]
-    while left:
-        keys, value = left.pop()
+    message = "holds half of a surrogate pair, which is no text"
+    children: Iterable[tuple[Any, Any]]
+    pending: list[tuple[list[str], Any]] = [([], value)]
+    while pending:
+        keys, value = pending.pop()
         if isinstance(value, str):
             if not is_text(value):
-                return keys, half
+                return keys, message
             continue
         if not isinstance(value, (Mapping, list, tuple)):
             continue
@@ -50,15 +50,15 @@ def text_fault(value: Any, max_depth: int = MAX_DEPTH) -> tuple[list[str], str] 
         if isinstance(value, Mapping):
             for key in value:
                 if isinstance(key, str) and not is_text(key):
-                    return [*keys, ascii(key)], half
-            inside = value.items()
+                    return [*keys, ascii(key)], message
+            children = value.items()
         else:
-            inside = enumerate(value)
-        for key, each in inside:
+            children = enumerate(value)
+        for key, each in children:
             if isinstance(each, str) and not is_text(each):
-                return [*keys, str(key)], half
+                return [*keys, str(key)], message
             if isinstance(each, (Mapping, list, tuple)):
-                left.append(([*keys, str(key)], each))
+                pending.append(([*keys, str(key)], each))
     return None
 
 
@@ -84,8 +84,8 @@ def split_lines(text: str, keep_ends: bool = False) -> list[str]:
     (['a\u2028b', 'c'], ['a\n', 'b'])
     """
     lines = text.split("\n")
-    ended, last = [line + "\n" for line in lines[:-1]] if keep_ends else lines[:-1], lines[-1]
-    return [*ended, last] if last else ended
+    complete, last = [line + "\n" for line in lines[:-1]] if keep_ends else lines[:-1], lines[-1]
+    return [*complete, last] if last else complete
 
 
 def clean_json(value: Any, max_depth: int = MAX_DEPTH) -> Any:

@@ -3,7 +3,7 @@
 `python launch/control.py --workdir=DIR mesh.fsdp=1 mesh.tensor=4`
 """
 
-from jaxrl_llm.commands import line
+from jaxrl_llm.commands import command_line
 
 if __name__ == "__main__":
-    line.run("control")
+    command_line.run("control")

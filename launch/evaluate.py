@@ -4,7 +4,7 @@ Or evaluates a Hugging Face folder on the prompts of a config: `--model=FOLDER -
 Prints one JSON object with mean@k, pass@k and maj@k of each data source.
 """
 
-from jaxrl_llm.commands import line
+from jaxrl_llm.commands import command_line
 
 if __name__ == "__main__":
-    line.run("evaluate")
+    command_line.run("evaluate")

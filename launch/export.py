@@ -5,7 +5,7 @@ A policy becomes a causal language model, a reward model a sequence classifier w
 `python launch/export.py --workdir=DIR --out=DIR`
 """
 
-from jaxrl_llm.commands import line
+from jaxrl_llm.commands import command_line
 
 if __name__ == "__main__":
-    line.run("export")
+    command_line.run("export")

@@ -5,7 +5,7 @@ repeated) or from the lines of standard input. Prints one JSON object per sample
 `output`, `log_prob`.
 """
 
-from jaxrl_llm.commands import line
+from jaxrl_llm.commands import command_line
 
 if __name__ == "__main__":
-    line.run("generate")
+    command_line.run("generate")

@@ -3,7 +3,7 @@
 `python launch/import_gguf.py --file=FILE --out=FOLDER`; needs `pip install 'jaxrl_llm[gguf]'`.
 """
 
-from jaxrl_llm.commands import line
+from jaxrl_llm.commands import command_line
 
 if __name__ == "__main__":
-    line.run("import")
+    command_line.run("import")

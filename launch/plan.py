@@ -5,7 +5,7 @@ bytes per device by program and part, whether they fit, the nearest change that 
 of a step. `--compile` also asks the compiler, without a TPU.
 """
 
-from jaxrl_llm.commands import line
+from jaxrl_llm.commands import command_line
 
 if __name__ == "__main__":
-    line.run("plan")
+    command_line.run("plan")

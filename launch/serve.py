@@ -4,7 +4,7 @@
 the accepted requests are done. SIGHUP makes it read the newest weights. See docs/serving.md.
 """
 
-from jaxrl_llm.commands import line
+from jaxrl_llm.commands import command_line
 
 if __name__ == "__main__":
-    line.run("serve")
+    command_line.run("serve")

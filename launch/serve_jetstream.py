@@ -4,7 +4,7 @@ This is for clients that use JetStream's protocol; otherwise use `launch/serve.p
 says what to install.
 """
 
-from jaxrl_llm.commands import line
+from jaxrl_llm.commands import command_line
 
 if __name__ == "__main__":
-    line.run("serve_jetstream")
+    command_line.run("serve_jetstream")

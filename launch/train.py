@@ -4,7 +4,7 @@ The config names the job in `job`: `rl`, `sft` or `reward_model`. You can change
 example `--config.trainer.num_steps=50`. To resume, start it again with the same `--workdir`.
 """
 
-from jaxrl_llm.commands import line
+from jaxrl_llm.commands import command_line
 
 if __name__ == "__main__":
-    line.run("train")
+    command_line.run("train")

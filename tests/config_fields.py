@@ -5,15 +5,15 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl_llm.config.ranges import Range, Text, declared
+from jaxrl_llm.config.validation import Range, TextField, field_rules
 
 
-def listed(cls: Any, path: str = "config") -> Iterator[tuple[str, Any, Range | Text | None]]:
+def listed(cls: Any, path: str = "config") -> Iterator[tuple[str, Any, Range | TextField | None]]:
     """Yields (key, type, what it may be) of every field of a group and of the groups below it.
 
     Entries of a mapping are called NAME; a choice of `Literal` and a bool declare nothing more.
     """
-    rules = {name: rule for name, rule, _ in declared(cls)}
+    rules = {name: rule for name, rule, _ in field_rules(cls)}
     for name, hint in typing.get_type_hints(cls).items():
         where = f"{path}.{name}"
         entries = typing.get_args(hint)[1] if typing.get_origin(hint) is Mapping else None

@@ -22,53 +22,48 @@ import numpy as np
 import orbax.checkpoint as ocp
 from chat_dialogues import DROPPING
 
-from jaxrl_llm.agents import on_ray as agents_on_ray
-from jaxrl_llm.agents import pool as agents_pool
+from jaxrl_llm.agents import agent_pool as agents_pool
+from jaxrl_llm.agents import ray_agent_pool as agents_on_ray
+from jaxrl_llm.agents.env_manager import EnvManager
 from jaxrl_llm.agents.episode import Episode
-from jaxrl_llm.agents.world import World
 from jaxrl_llm.algorithms import losses, selection
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import LoraConfig, RLConfig, SFTConfig
 from jaxrl_llm.config.placement import ROLES
-from jaxrl_llm.data import datasets, prompt_stream, shapes, streams
+from jaxrl_llm.data import counting_task, datasets, prompt_stream, streams
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import (
-    ahead,
     batches,
     distillation,
     estimate,
-    eyes,
-    lowering,
+    job_models,
     objectives,
     optimizer,
     predict,
-    routing,
-    source,
+    router_replay,
     update,
 )
-from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner import sampler as sampler_lib
-from jaxrl_llm.learner import schedule as schedule_lib
 from jaxrl_llm.learner import weights as weights_lib
+from jaxrl_llm.learner.vision import trainable_encoder
 from jaxrl_llm.metrics import alerts as alerts_lib
 from jaxrl_llm.metrics import trackers
 from jaxrl_llm.metrics import writer as writer_lib
-from jaxrl_llm.metrics.clock import Clock, Profiler
-from jaxrl_llm.models.router import Routed
-from jaxrl_llm.models.shape import random_model
+from jaxrl_llm.metrics.timers import Clock, Profiler
+from jaxrl_llm.models.architecture import architecture_from_config
+from jaxrl_llm.models.router import RouterOutputs
+from jaxrl_llm.planning import compiled_memory
 from jaxrl_llm.rewards import base as rewards_lib
-from jaxrl_llm.rewards import on_ray as reward_on_ray
-from jaxrl_llm.rewards import pool as reward_pool
-from jaxrl_llm.rewards import truth_checks
-from jaxrl_llm.rewards.pool import RewardError
-from jaxrl_llm.rollout import episodes
-from jaxrl_llm.rollout.requests import Statistics
-from jaxrl_llm.sharding import pools
-from jaxrl_llm.trainer import balance as balance_lib
-from jaxrl_llm.trainer import evaluate, run
-from jaxrl_llm.trainer import layouts as layouts_lib
+from jaxrl_llm.rewards import ray_reward_pool as reward_on_ray
+from jaxrl_llm.rewards import reward_pool, truth_checks
+from jaxrl_llm.rewards.reward_pool import RewardError
+from jaxrl_llm.rollout import engines, episodes
+from jaxrl_llm.rollout.engine.requests import EngineStatistics
+from jaxrl_llm.sampling import async_schedule, async_source, policy_sampler, source
+from jaxrl_llm.sharding import device_pools
+from jaxrl_llm.trainer import evaluation as evaluation_lib
+from jaxrl_llm.trainer import idle_balancing, relayout_schedule, run
 from jaxrl_llm.trainer import supervised as stages_lib
 from jaxrl_llm.types import (
     EpisodeLog,
@@ -127,7 +122,7 @@ def estimates(config: RLConfig):
     """Advantages, returns, masks and weights of a step, and what the next step begins with."""
     old, ref, entropies, squares, values, costs = (log_probs(seed) for seed in range(2, 8))
     predictions = Predictions(old, ref, entropies, jnp.exp(squares), values, costs)
-    mesh = models_lib.one_mesh(config)["policy"]
+    mesh = job_models.shared_mesh(config)["policy"]
     state, _ = first_state(config)
     eager = types.SimpleNamespace(
         jit=lambda f, **_: lambda *given: f(*jax.tree.map(jnp.asarray, given))
@@ -141,14 +136,14 @@ def estimates(config: RLConfig):
 
 def first_state(config: RLConfig):
     """What a run begins with beside weights, and how often an optimizer was moved to the host."""
-    mesh = models_lib.one_mesh(config)["policy"]
+    mesh = job_models.shared_mesh(config)["policy"]
     policy = types.SimpleNamespace(lora=LoraConfig())
     meshes = dict.fromkeys(("policy", "critic"), mesh)
     models = types.SimpleNamespace(mesh=mesh, meshes=meshes, policy=policy)
     moved = mock.Mock(side_effect=lambda state: state)
     with (
-        mock.patch.object(weights_lib, "scalar_from_policy", lambda *a: {}),
-        mock.patch.object(weights_lib.pools, "resting", moved),
+        mock.patch.object(weights_lib, "scalar_head_from_policy", lambda *a: {}),
+        mock.patch.object(weights_lib.device_pools, "to_host_memory", moved),
     ):
         return weights_lib.initial_state(config, models, {}), moved.call_count
 
@@ -194,22 +189,22 @@ def lessons(config: RLConfig):
     names, shape = config.distillation.teachers, types.SimpleNamespace(vocab_size=99)
     teacher = types.SimpleNamespace(network=types.SimpleNamespace(shape=shape), params={})
     frozen = types.SimpleNamespace(teachers=dict.fromkeys(names, teacher))
-    meshes = models_lib.one_mesh(config)
+    meshes = job_models.shared_mesh(config)
     models = types.SimpleNamespace(meshes=meshes, packer=batches.Packer(64, 1))
     with mock.patch.object(distillation, "scoring_program", program):
-        taught = distillation.teaching(config, models, frozen)
-        return taught(rollouts(), Clock()).lessons
+        taught = distillation.teacher_scorer(config, models, frozen)
+        return taught(rollouts(), Clock()).teacher_log_probs
 
 
 def distilled(config: RLConfig):
     """Advantages with what teachers say, and the loss beside that of the policy."""
-    lesson = distillation.Lesson(jnp.asarray(MASK), jnp.asarray(log_probs(3)))
+    lesson = distillation.MaskedTeacherLogProbs(jnp.asarray(MASK), jnp.asarray(log_probs(3)))
     rows = dataclasses.replace(Minibatch.zeros(*MASK.shape), old_log_probs=log_probs(2))
     counts = minibatch_denominators(jnp.asarray(MASK))
     found = {"forward_kl": jnp.asarray(-log_probs(4))}
     given = jnp.asarray(log_probs(2)), lesson, found, counts, counts
-    advised = distillation.advised(config, rows, lesson).advantages
-    return advised, distillation.objective(config, *given)
+    advised = distillation.with_distillation_reward(config, rows, lesson).advantages
+    return advised, distillation.distillation_loss(config, *given)
 
 
 def value_loss(config: RLConfig):
@@ -220,11 +215,14 @@ def value_loss(config: RLConfig):
 
 def update_program(config: RLConfig):
     """The traced update of all learners."""
-    models = models_lib.of_job(config)
-    state = lowering.abstract_state(config, models)
-    updater = update.updater(config, models, {}, state)
-    packed = lowering.abstract_packed(config, models, config.minibatch_size)
-    batch, key = lowering.abstract_batch(config, models), jax.eval_shape(lambda: jax.random.key(0))
+    models = job_models.make_models(config)
+    state = compiled_memory.abstract_state(config, models)
+    updater = update.make_updater(config, models, {}, state)
+    packed = compiled_memory.abstract_packed(config, models, config.minibatch_size)
+    batch, key = (
+        compiled_memory.abstract_batch(config, models),
+        jax.eval_shape(lambda: jax.random.key(0)),
+    )
     learners = updater.learners(state, models.mesh)
     with jax.set_mesh(models.mesh):
         return str(updater.program.trace(learners, {}, batch, packed, key, train_policy=True).jaxpr)
@@ -233,25 +231,27 @@ def update_program(config: RLConfig):
 def router_losses(config):
     """What is learned of routers."""
     numbers = ([[3.0, 1.0]], [5.0], [2.0], [4.0], [1.0])
-    routed = Routed(jnp.zeros(()), *map(jnp.array, numbers))
-    value, sums = routing.penalty(config.router, routed, jnp.asarray(MASK))
+    routed = RouterOutputs(jnp.zeros(()), *map(jnp.array, numbers))
+    value, sums = router_replay.router_loss(config.router, routed, jnp.asarray(MASK))
     moe = dataclasses.replace(config.model, family="mixtral", num_layers=1)
     bias = {"layers": {"0": {"mlp": {"router": {"selection_bias": jnp.zeros((1, 2))}}}}}
     load, skipped = routed.load, jnp.array(False)
-    after = routing.rebalanced(config.router, random_model(moe, 8), bias, load, skipped)
-    return value, routing.metrics(config.router, sums["routers"]), after
+    after = router_replay.with_balanced_biases(
+        config.router, architecture_from_config(moe, 8), bias, load, skipped
+    )
+    return value, router_replay.router_metrics(config.router, sums["routers"]), after
 
 
 def routers(config: RLConfig):
     """What is learned of routers, whose routes they follow, and what is said of missing ones."""
     try:
-        said = routing.check_routes(config.router, rollouts())
-    except routing.RouteError as error:
+        said = router_replay.check_routes(config.router, rollouts())
+    except router_replay.RouteError as error:
         said = str(error)
     drawn = rollouts(PROMPTS, 1)
     packed = batches.Packer(64, 1).pack_rollouts(drawn)
     first = jax.tree.map(lambda a: jnp.asarray(a[0]), packed.microbatches)
-    follows = routing.told(config.router, first, jnp.asarray(MASK)).follows
+    follows = router_replay.router_inputs(config.router, first, jnp.asarray(MASK)).replays
     return router_losses(config), said, follows
 
 
@@ -271,7 +271,7 @@ def asked(config: RLConfig):
 @functools.cache
 def moved(config):
     """Weights after three updates by an optimizer, and what it remembers."""
-    transformation = optimizer.make(config, 8)
+    transformation = optimizer.make_optimizer(config, 8)
     weights = {"w": jnp.array([1.0, -2.0]), "bias": jnp.array([3.0, -1.0])}
     state, found = transformation.init(weights), []
     for size in (1e-3, 1.0, 3.0):
@@ -300,35 +300,37 @@ def stages(config: RLConfig):
 
 def pairs(config: RLConfig):
     """What reward and cost models without a folder learn from."""
-    return {name: own.data for name, own in stages_lib._with_pairs(config).items()}
+    return {name: own.data for name, own in stages_lib._reward_model_configs(config).items()}
 
 
 def towers(config):
     """What reads the images of a random model, and how it learns."""
-    models = models_lib.of_job(config)
+    models = job_models.make_models(config)
     return (
-        eyes.of(config, models.policy),
-        models.gallery.tower,
-        models.pictures.patches(models.pictures.read(shapes.drawing("probe")[0], "here"))[0],
+        trainable_encoder.make_vision_encoder(config, models.policy),
+        models.image_feature_cache.tower,
+        models.image_processor.patches(
+            models.image_processor.read(counting_task.draw_image("probe")[0], "here")
+        )[0],
     )
 
 
 def networks(config):
     """Networks, tokenizer, meshes and packing."""
-    meshes = models_lib.role_meshes(config) if isinstance(config, RLConfig) else None
-    models = models_lib.of_job(config, meshes)
+    meshes = job_models.role_meshes(config) if isinstance(config, RLConfig) else None
+    models = job_models.make_models(config, meshes)
     if isinstance(config, RLConfig):
-        models_lib.check_stop_tokens(config, models.policy.shape)
+        job_models.check_stop_tokens(config, models.policy.shape)
     others = [(config.reference_folder or "", models.policy)]
     if config.learns_from_samples:
-        others = weights_lib.folders_of_roles(config, models)
+        others = weights_lib.role_folders(config, models)
     weights_lib.check_folders(config, models, others)
     places = {
         role: (dict(mesh.shape), [device.id for device in mesh.devices.flat])
         for role, mesh in models.meshes.items()
     }
     adapters = models.policy.abstract_adapters() if config.lora.rank else {}
-    merge = models_lib.merge_adapters(config.lora)
+    merge = job_models.adapter_merger(config.lora)
     scale = getattr(merge, "keywords", {})
     policy = dataclasses.replace(models.policy, lora=None)
     return policy, models.value, places, vars(models.packer), adapters, scale, models.eos_tokens
@@ -336,7 +338,7 @@ def networks(config):
 
 def first_weights(config):
     """A few of the weights that a job without a folder begins with."""
-    weights = weights_lib.initial_policy(config, models_lib.of_job(config))
+    weights = weights_lib.initial_policy(config, job_models.make_models(config))
     return jax.tree.leaves(weights)[0]
 
 
@@ -344,21 +346,20 @@ def engine(config: RLConfig):
     """What the engine is made with, and how responses are sampled."""
     seen = {}
     with (
-        mock.patch.object(sampler_lib, "Engine", lambda *a, **k: seen.update(engine=(a, k))),
-        mock.patch.object(sampler_lib, "Resharder", lambda *a: seen.update(resharder=a[3:6])),
+        mock.patch.object(engines, "Engine", lambda **k: seen.update(engine=k)),
+        mock.patch.object(policy_sampler, "Resharder", lambda *a: seen.update(resharder=a[3:6])),
     ):
-        models = models_lib.of_job(config, models_lib.role_meshes(config))
-        built = sampler_lib.build(config, models, {})
-    positional, named = seen["engine"]
-    named = {name: value for name, value in named.items() if name != "decode"}
+        models = job_models.make_models(config, job_models.role_meshes(config))
+        built = policy_sampler.make_sampler(config, models, {})
+    named = {name: value for name, value in seen["engine"].items() if name != "decode"}
     named["max_turn_tokens"] = built.max_turn_tokens
-    network = dataclasses.replace(positional[0], lora=None)
+    network = dataclasses.replace(named.pop("network"), lora=None)
     return network, named, seen["resharder"], episodes.sampling_params(config.rollout, (1,))
 
 
 def prompts(config):
     """Prompts of both splits, and the order that training takes them in."""
-    tokenizer = models_lib.load_tokenizer(config.model)
+    tokenizer = job_models.load_tokenizer(config.model)
     splits = [
         datasets.load_dataset(config.data, tokenizer, s, config.seed) for s in ("train", "eval")
     ]
@@ -367,23 +368,23 @@ def prompts(config):
     with mock.patch.object(
         streams.grain, "ReadOptions", lambda **k: opened.append(k) or grain(**k)
     ):
-        order = prompt_stream.PromptIterator(splits[0], config.data, config.seed).batch(8)
+        order = prompt_stream.PromptIterator(splits[0], config.data, config.seed).next_batch(8)
     return [split.prompts for split in splits], order, opened
 
 
 def spelled_tokens(config):
     """The tokens of a message that spells a special one."""
-    tokenizer = models_lib.load_tokenizer(config.model)
+    tokenizer = job_models.load_tokenizer(config.model)
     return tokenizer_lib.render_prompts(tokenizer, [[{"role": "user", "content": "a<eos>"}]])
 
 
 def curriculum(config):
     """What is drawn, and known, when answers are scored."""
-    tokenizer = models_lib.load_tokenizer(config.model)
+    tokenizer = job_models.load_tokenizer(config.model)
     dataset = datasets.load_dataset(config.data, tokenizer, "train", config.seed)
     drawn = prompt_stream.PromptIterator(dataset, config.data, config.seed, config.curriculum)
     for _ in range(8):
-        batch = drawn.batch(4).prompts
+        batch = drawn.next_batch(4).prompts
         drawn.learn(batch, [np.array([1.0, 1.0, prompt.index % 3]) for prompt in batch])
     return drawn.get_state(), drawn.metrics()
 
@@ -412,7 +413,7 @@ def held_out(config):
 
 def _rows(config, split):
     make = datasets.worked_examples if config.job == "sft" else datasets.preference_pairs
-    return make(config.data, models_lib.load_tokenizer(config.model), split, config.seed)
+    return make(config.data, job_models.load_tokenizer(config.model), split, config.seed)
 
 
 def dpo_loss(config):
@@ -429,7 +430,7 @@ def supervised_evaluation(config):
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(stages_lib, "_evaluation", evaluation),
+        mock.patch.object(stages_lib, "_make_evaluate", evaluation),
     ):
         try:
             stages_lib.train(config, folder)
@@ -451,10 +452,12 @@ def supervised_batch(config):
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(stages_lib.weights_lib, "initial", lambda *a: {}),
-        mock.patch.object(stages_lib.weights_lib, "first_reference", lambda *a: {}),
-        mock.patch.object(stages_lib.objectives, "completion", lambda *a: lambda b, clock: b),
-        mock.patch.object(stages_lib, "_evaluation", lambda *a: lambda *b: {}),
+        mock.patch.object(stages_lib.weights_lib, "initial_params", lambda *a: {}),
+        mock.patch.object(stages_lib.weights_lib, "initial_reference", lambda *a: {}),
+        mock.patch.object(
+            stages_lib.objectives, "reference_log_prob_adder", lambda *a: lambda b, clock: b
+        ),
+        mock.patch.object(stages_lib, "_make_evaluate", lambda *a: lambda *b: {}),
         mock.patch.object(stages_lib, "_update_program", program),
         mock.patch.object(streams.grain, "ReadOptions", lambda **k: opened.append(k) or grain(**k)),
     ):
@@ -471,7 +474,7 @@ def supervised_loss(config):
     def statistics(*args, **named):
         raise _SeenError(named)
 
-    objective = stages_lib._OBJECTIVES[config.job](config, models_lib.of_job(config))
+    objective = stages_lib._OBJECTIVES[config.job](config, job_models.make_models(config))
     batch = types.SimpleNamespace(tokens=None)
     with mock.patch.object(objectives.predict, "token_statistics", statistics):
         try:
@@ -481,7 +484,7 @@ def supervised_loss(config):
 
 
 def examples_before_rl(config):
-    tokenizer = models_lib.load_tokenizer(config.model)
+    tokenizer = job_models.load_tokenizer(config.model)
     return datasets.worked_examples(config.data, tokenizer, "train", config.seed)
 
 
@@ -491,7 +494,7 @@ def step(config: RLConfig):
 
     def rollout(weights, batch, samples, key, ended=None):
         waves.append(len(batch.prompts))
-        return rollouts(batch.prompts, len(samples)), Statistics()
+        return rollouts(batch.prompts, len(samples)), EngineStatistics()
 
     def score(of_wave):
         unequal = len(waves) > 4
@@ -500,10 +503,11 @@ def step(config: RLConfig):
     models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
     sampler = types.SimpleNamespace(models=models, rollout=rollout, world=None)
     stream = types.SimpleNamespace(
-        batch=lambda count: PromptBatch(PROMPTS[:1] * count), learn=lambda prompts, scores: None
+        next_batch=lambda count: PromptBatch(PROMPTS[:1] * count),
+        learn=lambda prompts, scores: None,
     )
-    asked = source.SampledNow(config, sampler, stream, score)
-    taken = asked.take(Weights({}, 0), jax.random.key(0), Clock())
+    asked = source.SyncSource(config, sampler, stream, score)
+    taken = asked.next_batch(Weights({}, 0), jax.random.key(0), Clock())
     return waves, taken.rewards.scores, taken.rollouts.group_ids
 
 
@@ -511,9 +515,9 @@ def updates(config: RLConfig):
     """Sequences of each update of a step, and whether the first step trains the policy."""
     packer = batches.Packer(64, 1)
     drawn = rollouts(PROMPTS, 2)
-    order = batches.order(config, len(drawn.lengths), jax.random.key(0))
+    order = batches.update_order(config, len(drawn.lengths), jax.random.key(0))
     each = batches.minibatches(packer, drawn, order)
-    models = types.SimpleNamespace(packer=packer, gallery=None)
+    models = types.SimpleNamespace(packer=packer, image_feature_cache=None)
     updater = update.Updater(config, models, {}, {}, {})
     trained = []
 
@@ -523,7 +527,7 @@ def updates(config: RLConfig):
 
     with mock.patch.object(update.Updater, "update", record):
         updater(1, None, drawn, Minibatch.zeros(8, 6), order, Clock())
-    return [np.asarray(packed.chosen) for packed, _ in each], trained
+    return [np.asarray(packed.is_member) for packed, _ in each], trained
 
 
 class _Worker:
@@ -552,7 +556,7 @@ class _Worker:
         pass
 
 
-def _asked(where, actor, count, cores, *given, at_once=1):
+def _asked(where, actor, count, cores, *given, max_concurrency=1):
     raise _SeenError(where, count, cores)
 
 
@@ -560,7 +564,9 @@ def scores(config: RLConfig):
     """Scores and costs of some responses, and the processes that they are asked of."""
     found = []
     log = EpisodeLog(environment="NAME", reward=1.0)
-    of_wave = dataclasses.replace(rollouts(), logs=(log,) * 4 * bool(config.agent.environments))
+    of_wave = dataclasses.replace(
+        rollouts(), episode_logs=(log,) * 4 * bool(config.agent.environments)
+    )
     answers = {"score": 2.0, "details": {}}, {"error": "no"}
     for wanted, answer in itertools.product((config.rewards, config.evaluation_rewards), answers):
         models = {name: lambda r: np.ones(len(r.lengths)) for name in _models(wanted)}
@@ -568,11 +574,11 @@ def scores(config: RLConfig):
         with (
             mock.patch.object(reward_pool, "_Worker", worker),
             mock.patch.object(reward_pool, "wait", lambda connections, patience: connections),
-            mock.patch.object(reward_on_ray, "Workers", _asked),
+            mock.patch.object(reward_on_ray, "RayWorkers", _asked),
         ):
             try:
                 given = wanted, models, (), bool(config.agent.environments)
-                with rewards_lib.Scorer(*given) as scorer:
+                with rewards_lib.RolloutScorer(*given) as scorer:
                     found.append((worker.made, vars(scorer.score(of_wave))))
             except (RewardError, _SeenError) as error:
                 found.append((worker.made, str(error)))
@@ -583,7 +589,9 @@ def readable_truths(config: RLConfig):
     """What becomes of rows of which one has no ground truth."""
     rows = PROMPTS[0], dataclasses.replace(PROMPTS[1], ground_truth=None)
     try:
-        found = truth_checks.readable({"train": (datasets.Dataset(rows), config.rewards)})
+        found = truth_checks.without_unreadable_truths(
+            {"train": (datasets.Dataset(rows), config.rewards)}
+        )
     except RewardError as error:
         return str(error)
     return found["train"].prompts
@@ -606,13 +614,13 @@ def agents(config: RLConfig):
 
     def fork(pool):
         connection = types.SimpleNamespace(send_bytes=told.append, close=lambda: None)
-        return agents_pool._Process(connection, os.open(os.devnull, os.O_RDONLY))
+        return agents_pool._WorkerProcess(connection, os.open(os.devnull, os.O_RDONLY))
 
     settings = config.agent
     if settings.ray_workers:
         try:
-            with mock.patch.object(agents_on_ray, "Workers", _asked):
-                World(settings, tokenizer_lib.character_tokenizer())
+            with mock.patch.object(agents_on_ray, "RayWorkers", _asked):
+                EnvManager(settings, tokenizer_lib.character_tokenizer())
         except _SeenError as seen:
             return seen.args
     described = {
@@ -621,22 +629,22 @@ def agents(config: RLConfig):
     }
     described["tools"] |= {name: [] for name in settings.tools[1:]}
     with (
-        mock.patch.object(agents_pool, "Child", Child),
-        mock.patch.object(agents_pool.Pool, "describe", lambda self: described),
-        mock.patch.object(agents_pool.Pool, "_fork", fork),
+        mock.patch.object(agents_pool, "ChildProcess", Child),
+        mock.patch.object(agents_pool.AgentPool, "describe", lambda self: described),
+        mock.patch.object(agents_pool.AgentPool, "_fork", fork),
         mock.patch.object(agents_pool.time, "monotonic", lambda: 0.0),
-        World(settings, tokenizer_lib.character_tokenizer()) as world,
+        EnvManager(settings, tokenizer_lib.character_tokenizer()) as world,
     ):
         for number in range(3):
             world._pool.ask(number, {"do": "start"}, {"do": "call"})
         deadlines = [process.deadline for process in world._pool._processes]
-        own = Episode(world._rules, PROMPTS[0], 0)
+        own = Episode(world._context, PROMPTS[0], 0)
         call = '{"name": "add", "parameters": {}}'
         turns = []
         for _ in range(3):
             text = "; ".join([call] * 3)
-            goes_on = own.take(tokenizer_lib.character_tokenizer()(text)["input_ids"], True)
-            talk, asked = own.answered(), 0
+            goes_on = own.record_turn(tokenizer_lib.character_tokenizer()(text)["input_ids"], True)
+            talk, asked = own.ask_step(), 0
             try:
                 talk.send(None)
                 while True:
@@ -644,7 +652,7 @@ def agents(config: RLConfig):
                     talk.send({"text": "0123456789" * 400, "seconds": 2.0, "messages": []})
             except StopIteration as end:
                 outcome = {"messages": [], "done": False, "reward": 0.0, **end.value}
-            turns.append((goes_on, asked, outcome["messages"], own.hear(outcome)))
+            turns.append((goes_on, asked, outcome["messages"], own.observe(outcome)))
         return told, deadlines, turns, own.environment
 
 
@@ -660,7 +668,7 @@ def evaluation(config: RLConfig):
 
     models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
     sampler = types.SimpleNamespace(engine=None, models=models, rollout=rollout)
-    evaluator = evaluate.Evaluator(
+    evaluator = evaluation_lib.Evaluator(
         config, sampler, datasets.Dataset(PROMPTS), None, jax.random.key(0)
     )
     try:
@@ -671,14 +679,14 @@ def evaluation(config: RLConfig):
 
 def frame(config):
     """Steps of a run, those that are evaluated, and how long a signal may wait."""
-    of_run = run.Run(config, "unused")
-    evaluated = [step for step in range(of_run.total + 1) if of_run.evaluates(step)]
-    return of_run.total, evaluated, of_run.interruption._grace_s
+    of_run = run.TrainingRun(config, "unused")
+    evaluated = [step for step in range(of_run.total_steps + 1) if of_run.should_evaluate(step)]
+    return of_run.total_steps, evaluated, of_run.interruption._grace_s
 
 
 def schedule(config):
     """The updates that a learning rate decays over."""
-    return config.num_updates, optimizer.learning_rate(
+    return config.num_updates, optimizer.learning_rate_schedule(
         config.trainer.optimizer, config.num_updates
     )(3)
 
@@ -706,7 +714,13 @@ def metrics(config):
                 writer.write(1, {})
             except OSError as error:
                 failures.append(str(error))
-        return name, names, [number for number in range(6) if writer.due(number)], dumped, failures
+        return (
+            name,
+            names,
+            [number for number in range(6) if writer.is_due(number)],
+            dumped,
+            failures,
+        )
 
 
 def checkpoints(config):
@@ -714,7 +728,7 @@ def checkpoints(config):
     numbers = {step: {"quality": 5.0 - abs(step - 2), "loss": step} for step in range(1, 7)}
     with tempfile.TemporaryDirectory() as folder:
         saver = Saver(pathlib.Path(folder) / "checkpoints", config.checkpoint)
-        due = [step for step in numbers if saver.due(step, 6, numbers[step])]
+        due = [step for step in numbers if saver.should_save(step, 6, numbers[step])]
         for number in (1, 2, 3):
             saver.save(number, {"w": jnp.zeros(2)}, {})
         saver.wait()
@@ -764,10 +778,10 @@ def alerts(config):
 
 def balance(config):
     """Which layouts idle times ask for."""
-    watch, found = balance_lib.Balance(config), []
+    watch, found = idle_balancing.IdleTimeBalancer(config), []
     for _ in range(5):
-        watch.see({"perf/idle_share/learner": 0.6, "perf/idle_share/rollout": 0.0})
-        found.append(list(watch.layouts(config)) if watch.is_due else [])
+        watch.observe({"perf/idle_share/learner": 0.6, "perf/idle_share/rollout": 0.0})
+        found.append(list(watch.candidate_layouts(config)) if watch.is_due else [])
     return found
 
 
@@ -775,9 +789,9 @@ def pools_of_hosts(config):
     """The devices of two hosts that each role gets."""
     devices = [types.SimpleNamespace(id=i, process_index=i // 4) for i in range(8)]
     with mock.patch.object(
-        pools.mesh_lib, "make_mesh", lambda mesh, own: [device.id for device in own]
+        device_pools.mesh_lib, "make_mesh", lambda mesh, own: [device.id for device in own]
     ):
-        return pools.meshes(config.placement, config.mesh, ROLES, devices)
+        return device_pools.role_meshes(config.placement, config.mesh, ROLES, devices)
 
 
 def profile(config):
@@ -803,27 +817,35 @@ def warned(config):
 def sampled_ahead(config: RLConfig):
     """What a run that samples ahead begins, keeps, and tells its schedule."""
     try:
-        schedule = schedule_lib.Schedule.of(config, pathlib.Path("here"))
+        schedule = async_schedule.AsyncSchedule.from_config(config, pathlib.Path("here"))
     except UserError as error:
         return str(error)
     begun, how = [], []
     play = types.SimpleNamespace(
         is_running=True,
-        begin=lambda prompt, number, keys: begun.append(number),
+        start=lambda prompt, number, keys: begun.append(number),
         pause=lambda: how.append("paused"),
-        go_on=lambda **settings: how.append(settings),
+        resume=lambda **settings: how.append(settings),
     )
-    engine = types.SimpleNamespace(reset=lambda longest: None, another=lambda: engine)
+    engine = types.SimpleNamespace(reset=lambda max_prompt_tokens: None, clone=lambda: engine)
     models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
-    sampler = types.SimpleNamespace(engine=engine, models=models, is_apart=True)
-    stream = types.SimpleNamespace(batch=lambda n: PromptBatch(PROMPTS[:1] * n), longest=4)
-    with mock.patch.object(ahead, "Play", lambda *a: play):
-        asked = ahead.SampledAhead(config, sampler, stream, None, schedule)
-        asked._serving = asked._newest = Weights({}, 0)
-        asked._fill()
-        asked._newest = Weights({}, 1)
-        asked._renew()
-    return begun, how, asked._served.version, vars(schedule)["_mode"], str(vars(schedule)["_path"])
+    sampler = types.SimpleNamespace(engine=engine, models=models, has_own_devices=True)
+    stream = types.SimpleNamespace(
+        next_batch=lambda n: PromptBatch(PROMPTS[:1] * n), max_prompt_tokens=4
+    )
+    with mock.patch.object(async_source, "EpisodeRunner", lambda *a: play):
+        asked = async_source.AsyncSource(config, sampler, stream, None, schedule)
+        asked._engine_weights = asked._newest_weights = Weights({}, 0)
+        asked._start_allowed_prompts()
+        asked._newest_weights = Weights({}, 1)
+        asked._refresh_weights()
+    return (
+        begun,
+        how,
+        asked._current_weights.version,
+        vars(schedule)["_mode"],
+        str(vars(schedule)["_path"]),
+    )
 
 
 def source_of(config: RLConfig):
@@ -833,4 +855,4 @@ def source_of(config: RLConfig):
 
 def layouts(config: RLConfig):
     """Steps from which a run has other layouts."""
-    return layouts_lib.scheduled(config)
+    return relayout_schedule.layouts_by_step(config)

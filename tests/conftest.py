@@ -90,11 +90,11 @@ def gpu_devices(monkeypatch):
     pytest.importorskip("jax_plugins.xla_cuda12", reason=reason)
     import jax
 
-    from jaxrl_llm.learner import absent
+    from jaxrl_llm.planning import compile_only_devices
 
     jax.devices()  # reads XLA_FLAGS, of which those of tests are for CPUs
     monkeypatch.delenv("XLA_FLAGS")
-    return lambda kind, count: list(absent.named(kind, count))
+    return lambda kind, count: list(compile_only_devices.devices_by_name(kind, count))
 
 
 @pytest.fixture(scope="module", autouse=True)

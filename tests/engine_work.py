@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import tiny
 
-from jaxrl_llm.config.samples import NO_SPECULATION
-from jaxrl_llm.rollout import attending, paged_attention, paged_attention_gpu
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.requests import Request, SamplingParams
+from jaxrl_llm.config.rollout_data import NO_SPECULATION
+from jaxrl_llm.rollout.engine import decode_attention, paged_attention_gpu, paged_attention_tpu
+from jaxrl_llm.rollout.engine.engine import Engine
+from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
 
 LIMIT = 64
 ONE = tiny.make_mesh()
@@ -69,7 +69,7 @@ def expected():
 def assert_same(got, want):
     for ours, theirs in zip(got, want, strict=True):
         assert [c.tokens for c in ours] == [c.tokens for c in theirs]
-        assert [c.stopped for c in ours] == [c.stopped for c in theirs]
+        assert [c.is_stopped for c in ours] == [c.is_stopped for c in theirs]
         for a, b in zip(ours, theirs, strict=True):
             # The same sums in other orders, float32.
             np.testing.assert_allclose(a.log_probs, b.log_probs, atol=2e-5)
@@ -89,8 +89,11 @@ def run_to_end(engine, params, completions):
 
 def read_by(reader, monkeypatch):
     """Lets engines read pages in that way, kernels interpreted, whatever sizes heads have."""
-    monkeypatch.setattr(attending, "reader_for", lambda network, device: reader)
-    monkeypatch.setattr(paged_attention_gpu, "fits", lambda pools, value_size: True)
-    for module in (paged_attention, paged_attention_gpu):
-        interpreted = functools.partial(module.by_kernel, interpret=True)
-        monkeypatch.setattr(module, "by_kernel", interpreted)
+    monkeypatch.setattr(decode_attention, "cache_reader_for", lambda network, device: reader)
+    monkeypatch.setattr(paged_attention_gpu, "kernel_supports", lambda pools, value_size: True)
+    for module, name in (
+        (paged_attention_tpu, "tpu_partial_attention"),
+        (paged_attention_gpu, "gpu_partial_attention"),
+    ):
+        interpreted = functools.partial(getattr(module, name), interpret=True)
+        monkeypatch.setattr(module, name, interpreted)

@@ -5,20 +5,24 @@ import functools
 
 import tiny
 
-from jaxrl_llm.models.shape import Experts, Latent, Layer
+from jaxrl_llm.models.architecture import Experts, LatentAttentionSizes, LayerType
 
 of = functools.partial(dataclasses.replace, tiny.SHAPE)
 NETWORKS = {
     "windows and experts": of(
         num_layers=3,
-        layers=(Layer(window=9, rope="local"), Layer(experts=True), Layer(window=9, experts=True)),
+        layers=(
+            LayerType(window=9, rope="local"),
+            LayerType(experts=True),
+            LayerType(window=9, experts=True),
+        ),
         experts=Experts(num=4, per_token=2, size=12),
         post_norms=True,
         logit_cap=20.0,
     ),
     "chunks": of(
         num_layers=2,
-        layers=(Layer(chunk=11), Layer(rope="none")),
+        layers=(LayerType(chunk=11), LayerType(rope="none")),
         long_query_scale=0.2,
         long_query_from=16,
         unit_qk=True,
@@ -28,7 +32,7 @@ NETWORKS = {
         qkv_bias=False,
         num_kv_heads=4,
         head_size=12,
-        latent=Latent(kv_rank=16, plain_size=8, value_size=6, q_rank=20),
+        latent=LatentAttentionSizes(kv_rank=16, plain_size=8, value_size=6, q_rank=20),
         rope_interleaved=True,
     ),
 }

@@ -8,10 +8,10 @@ import jax
 from jaxrl_llm.config import DataConfig, MeshConfig, ModelConfig, RLConfig, RolloutConfig
 from jaxrl_llm.config.learner import RLTrainerConfig, VisionConfig
 from jaxrl_llm.data import datasets
-from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner import sampler as sampler_lib
+from jaxrl_llm.learner import job_models
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.rollout import episodes
+from jaxrl_llm.sampling import policy_sampler
 from jaxrl_llm.types import Weights
 
 ONE_DEVICE = MeshConfig(fsdp=1)
@@ -41,7 +41,7 @@ def on(mesh, config=CONFIG):
     """Returns models on so many devices, and the weights of a policy that reads images."""
     config = dataclasses.replace(config, mesh=mesh)
     sizes = mesh.data * mesh.fsdp * mesh.tensor
-    models = models_lib.of_job(config, models_lib.one_mesh(config, jax.devices()[:sizes]))
+    models = job_models.make_models(config, job_models.shared_mesh(config, jax.devices()[:sizes]))
     return config, models, weights_lib.initial_policy(config, models)
 
 
@@ -49,11 +49,11 @@ def on(mesh, config=CONFIG):
 def sampled():
     """Returns what read images for samples of three prompts, the first of them twice, and these."""
     config, models, params = on(ONE_DEVICE)
-    given = config.data, models.tokenizer, "train", 0, None, models.pictures
+    given = config.data, models.tokenizer, "train", 0, None, models.image_processor
     prompts = datasets.load_dataset(*given).batches(3)[0]
     prompts = dataclasses.replace(prompts, prompts=(*prompts.prompts, prompts.prompts[0]))
-    sampler = sampler_lib.build(config, models, {})
+    sampler = policy_sampler.make_sampler(config, models, {})
     how = [episodes.sampling_params(config.rollout, models.eos_tokens)] * NUM_SAMPLES
     weights = Weights(sampler.weights(params), 0)
     rollouts, _ = sampler.rollout(weights, prompts, how, jax.random.key(1))
-    return models.gallery, rollouts
+    return models.image_feature_cache, rollouts

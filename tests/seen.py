@@ -6,12 +6,12 @@ import numpy as np
 import tiny
 from PIL import Image
 
-from jaxrl_llm.models import patches
-from jaxrl_llm.models.shape import Vision
+from jaxrl_llm.models.architecture import VisionArchitecture
 from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.models.vision import patches
 
 IMAGE_TOKEN = 90
-VISION = Vision(
+VISION = VisionArchitecture(
     num_layers=3,
     hidden_size=32,
     num_heads=4,
@@ -35,6 +35,6 @@ def drawing(height, width, seed=0):
 
 def patched(height, width, seed=0):
     """Returns the grid of random patches, and these."""
-    grid = patches.Grid(height // VISION.patch_size, width // VISION.patch_size)
+    grid = patches.PatchGrid(height // VISION.patch_size, width // VISION.patch_size)
     random = np.random.default_rng((seed, height, width))
     return grid, random.standard_normal((grid.num_patches, VISION.patch_dims), np.float32)

@@ -11,7 +11,7 @@ from serving_engine import SayingEngine
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.driver import Driver
 from jaxrl_llm.serving.metrics import Metrics
-from jaxrl_llm.serving.protocol import Served
+from jaxrl_llm.serving.protocol import ServedModel
 
 TEMPLATE = """{% for tool in tools or [] %}tool: {{ tool | tojson }}
 {% endfor %}{% for m in messages %}{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}: \
@@ -21,7 +21,7 @@ TEMPLATE = """{% for tool in tools or [] %}tool: {{ tool | tojson }}
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 TOKENIZER = serving_model.byte_tokenizer(TEMPLATE)
 EOS = TOKENIZER.eos_token_id
-SERVED = Served("m", TOKENIZER, (EOS,), len(TOKENIZER), max_tokens=2000, call_format="hermes")
+SERVED = ServedModel("m", TOKENIZER, (EOS,), len(TOKENIZER), max_tokens=2000, call_format="hermes")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "note": "é"}}\n</tool_call>'
 ASK = {"role": "user", "content": "What is 1 + 1?"}
 
@@ -40,7 +40,7 @@ async def talking(*says, served=SERVED):
     engine = SayingEngine(*map(tokens, says))
     driver = Driver(engine, 0.0, max_waiting=8)
     app = make_app(served, driver, Metrics(driver))
-    driver.start(call=asyncio.get_running_loop().call_soon_threadsafe)
+    driver.start(call_soon=asyncio.get_running_loop().call_soon_threadsafe)
     transport = httpx2.ASGITransport(app)
     async with httpx2.AsyncClient(transport=transport, base_url="http://test") as http:
         try:

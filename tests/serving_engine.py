@@ -3,7 +3,7 @@
 import dataclasses
 import threading
 
-from jaxrl_llm.rollout.requests import Progress, RequestError, Statistics
+from jaxrl_llm.rollout.engine.requests import EngineStatistics, Progress, RequestError
 
 
 @dataclasses.dataclass
@@ -34,7 +34,7 @@ class CountingEngine:
 
     @property
     def statistics(self):
-        return Statistics()
+        return EngineStatistics()
 
     def num_compilations(self):
         return 0

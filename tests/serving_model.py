@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl_llm.models import huggingface
+from jaxrl_llm.models.hf import checkpoint
 
 ROOT = pathlib.Path(__file__).parents[1]
 HANGS_S = 600  # what takes longer will not end; a first start compiles for a minute and more
@@ -63,7 +63,7 @@ def make_folder(folder):
     """Writes the model's folder, as transformers would."""
     tokenizer = byte_tokenizer()
     net = network(tokenizer)
-    huggingface.save(folder, net, tiny.params(net, scale=5.0), tokenizer)
+    checkpoint.save(folder, net, tiny.params(net, scale=5.0), tokenizer)
 
 
 class Server:

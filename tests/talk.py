@@ -24,14 +24,14 @@ class Talk:
         assert len(prompts.prompts) * num_samples == len(self.num_answers)
         return prompts
 
-    def take(self, number, tokens, stopped):
+    def submit_turn(self, number, tokens, stopped):
         self.turns[number].append(list(tokens))
         is_answered = len(self.turns[number]) <= self.num_answers[number]
         if is_answered:
             self.waiting.append((number, Following(APPENDED)))
         return is_answered
 
-    def answers(self, wait):
+    def collect_replies(self, wait):
         """Answers come in another order than the turns, some of them late."""
         kept = 0 if wait else min(self.late, len(self.waiting))
         found, self.waiting = self.waiting[kept:][::-1], self.waiting[:kept]

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrl_llm import console
 from jaxrl_llm.config import MetricsConfig
-from jaxrl_llm.console import duration
+from jaxrl_llm.console import format_duration
 from jaxrl_llm.metrics.writer import Writer
 
 QUIET = MetricsConfig(console=False, tensorboard=False)
@@ -25,12 +25,12 @@ def wait_until(condition):
 
 def test_work_is_spoken_of_when_it_is_long(caplog):
     with caplog.at_level(logging.INFO):
-        with console.work("being quick"):
+        with console.show_progress("being quick"):
             pass
-        with console.work("reading rows", 8) as advance:
+        with console.show_progress("reading rows", 8) as advance:
             advance(2)
             wait_until(lambda: "reading rows" in caplog.text)
-        assert list(console.each("counting", "abc")) == ["a", "b", "c"]
+        assert list(console.track("counting", "abc")) == ["a", "b", "c"]
     mine = [record for record in caplog.records if record.name == console.__name__]
     began, ended = [record.getMessage() for record in mine]
     assert began.startswith("reading rows: 25 %, ")
@@ -38,8 +38,8 @@ def test_work_is_spoken_of_when_it_is_long(caplog):
 
 
 def test_nothing_is_said_by_the_other_processes(caplog, monkeypatch):
-    monkeypatch.setattr(console.SCREEN, "silent", True)
-    with caplog.at_level(logging.INFO), console.work("reading rows"):
+    monkeypatch.setattr(console.DISPLAY, "silent", True)
+    with caplog.at_level(logging.INFO), console.show_progress("reading rows"):
         time.sleep(2.5)
     assert not [record for record in caplog.records if record.name == console.__name__]
 
@@ -59,19 +59,19 @@ def on_terminal(monkeypatch):
 def test_bars_on_a_terminal(monkeypatch):
     terminal = on_terminal(monkeypatch)
     log = console.LogHandler()
-    with console.work("reading rows", 8) as advance:
+    with console.show_progress("reading rows", 8) as advance:
         advance(2)
         wait_until(lambda: "25 %" in terminal.getvalue())
-        with console.work("tokenizing"):  # two at a time
+        with console.show_progress("tokenizing"):  # two at a time
             wait_until(lambda: "tokenizing" in terminal.getvalue())
         log.emit(logging.makeLogRecord({"msg": "careful", "levelno": 30, "levelname": "WARNING"}))
     assert " warning: careful\n" in terminal.getvalue()
-    assert console.SCREEN._bars is None and sys.stderr is terminal
+    assert console.DISPLAY._bars is None and sys.stderr is terminal
 
 
 def test_what_is_compiled_has_its_name(monkeypatch, tmp_path):
     begun = []
-    monkeypatch.setattr(console.SCREEN, "begin", lambda work: begun.append(work.what))
+    monkeypatch.setattr(console.DISPLAY, "begin", lambda work: begun.append(work.description))
     console.show_compilations()
 
     def _take_update(x):
@@ -87,7 +87,7 @@ def test_what_is_compiled_has_its_name(monkeypatch, tmp_path):
 
 
 def test_times_as_people_say_them():
-    assert [duration(s) for s in (0.04, 59.94, 60, 3599.4, 3600, 90_061)] == [
+    assert [format_duration(s) for s in (0.04, 59.94, 60, 3599.4, 3600, 90_061)] == [
         "0.0 s", "59.9 s", "1 min 00 s", "59 min 59 s", "1 h 00 min", "25 h 01 min"
     ]  # fmt: skip
 
@@ -135,7 +135,7 @@ def test_the_end_compares_the_evaluations_and_names_the_files(tmp_path, capsys):
         for step, value in ((0, 0.25), (1, None), (2, 0.5), (3, 0.75)):
             found = {"val-core/sums/mean@2": value, "val-core/sums/pass@2": np.nan}
             writer.write(step, STEP, {} if value is None else found)
-    console.closing(tmp_path, 75.0, [("numbers", tmp_path / "metrics.jsonl")])
+    console.print_summary(tmp_path, 75.0, [("numbers", tmp_path / "metrics.jsonl")])
     time_line, heads, rule, mean, passed, numbers = capsys.readouterr().out.splitlines()
     assert time_line == "done in 1 min 15 s" and heads.split() == ["step", "0", "step", "3"]
     assert mean.split() == ["sums/mean@2", "0.25", "0.75"]

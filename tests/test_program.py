@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl_llm import program
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.errors import UserError, refuse
+from jaxrl_llm.errors import UserError, raise_flag_problems
 
 
 @pytest.fixture
@@ -88,9 +88,9 @@ def test_a_good_end_is_silent(run, caplog):
 
 
 def test_problems_of_flags_are_reported_together():
-    refuse([])
+    raise_flag_problems([])
     with pytest.raises(ConfigError) as error:
-        refuse([("samples", "must be 1"), ("prompt", "too long")])
+        raise_flag_problems([("samples", "must be 1"), ("prompt", "too long")])
     assert error.value.problems == ("--samples: must be 1", "--prompt: too long")
 
 
@@ -105,7 +105,7 @@ def cache_setting():
 
 def test_compiled_programs_stay_beside_the_folder(monkeypatch, tmp_path, cache_setting):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    program.keep_compilations(tmp_path / "runs" / "a")
+    program.enable_compilation_cache(tmp_path / "runs" / "a")
     assert cache_setting() == str(tmp_path / "runs" / ".jax_cache")
     assert not (tmp_path / "runs").exists()
 
@@ -114,19 +114,19 @@ def test_compiled_programs_stay_beside_the_folder(monkeypatch, tmp_path, cache_s
 def test_the_environment_decides_first(monkeypatch, tmp_path, cache_setting, named):
     before = cache_setting()
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", named)
-    program.keep_compilations(tmp_path / "a")
+    program.enable_compilation_cache(tmp_path / "a")
     assert cache_setting() == before
 
 
 def test_flags_of_the_user_stay():
     mine = "--xla_gpu_enable_pipelined_all_gather=false --xla_dump_to=here"
     environment = {"JAX_PLATFORMS": "cuda,cpu", "XLA_FLAGS": mine}
-    program.set_flags(environment)
+    program.set_xla_flags(environment)
     assert environment["XLA_FLAGS"].startswith(mine + " ")
     assert environment["XLA_FLAGS"].count("pipelined_all_gather") == 1
     assert "latency_hiding_scheduler=true" in environment["XLA_FLAGS"]
     before = dict(environment)
-    program.set_flags(environment)  # twice is once
+    program.set_xla_flags(environment)  # twice is once
     assert environment == before
 
 
@@ -134,10 +134,10 @@ def test_each_platform_has_its_own():
     variables = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS", "cpu": "XLA_FLAGS"}
     for platform, variable in variables.items():
         environment = {"JAX_PLATFORMS": platform}
-        program.set_flags(environment)
+        program.set_xla_flags(environment)
         assert set(environment) == {"JAX_PLATFORMS", variable}
     environment = {"JAX_PLATFORMS": "rocket"}
-    program.set_flags(environment)
+    program.set_xla_flags(environment)
     assert environment == {"JAX_PLATFORMS": "rocket"}
 
 
@@ -165,7 +165,7 @@ jaxrl_llm.train(config, "nowhere")
     }
     command = [sys.executable, "-c", script]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    for name, value in program.FLAGS["gpu"]["XLA_FLAGS"].items():
+    for name, value in program.XLA_FLAGS["gpu"]["XLA_FLAGS"].items():
         assert f"--{name}={value}" in found.stdout.split()
 
 
@@ -173,7 +173,7 @@ jaxrl_llm.train(config, "nowhere")
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_the_compiler_knows_the_flags(platform):
     # It ends the process at a flag that it does not know, on any platform.
-    xla_flags = program.FLAGS[platform]["XLA_FLAGS"]
+    xla_flags = program.XLA_FLAGS[platform]["XLA_FLAGS"]
     text = " ".join(f"--{name}={value}" for name, value in xla_flags.items())
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": text}
     command = [sys.executable, "-c", "import jax; jax.devices()"]
@@ -184,7 +184,7 @@ def test_the_compiler_knows_the_flags(platform):
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_every_tpu_compiles_with_the_flags(topology, tpu_devices):
-    xla_flags = program.FLAGS["tpu"]["LIBTPU_INIT_ARGS"]
+    xla_flags = program.XLA_FLAGS["tpu"]["LIBTPU_INIT_ARGS"]
     text = " ".join(f"--{name}={value}" for name, value in xla_flags.items())
     gather = f"""
 import jax

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config import MeshConfig
-from jaxrl_llm.models import casting
-from jaxrl_llm.models.on_cpu import products as on_cpu
-from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.models import mixed_precision
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.cpu_kernels import matmuls as cpu_kernels
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding.reshard import Resharder
 
-SHAPE = Shape(
+SHAPE = Architecture(
     family="qwen2",
     vocab_size=96,
     hidden_size=32,
@@ -51,7 +51,11 @@ def params(network=NETWORK, seed=0, scale=8.0):
 def sharded(weights, mesh, network=NETWORK):
     """Returns weights in the training layout."""
     shardings = mesh_lib.shardings(
-        network.abstract(), network.logical_axes(), mesh, mesh_lib.TRAIN, network.units
+        network.abstract_params(),
+        network.logical_axes(),
+        mesh,
+        mesh_lib.TRAIN,
+        network.sharding_units,
     )
     # A copy: what is donated later must not be the caller's.
     return jax.jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=shardings)(weights)
@@ -60,16 +64,16 @@ def sharded(weights, mesh, network=NETWORK):
 def resharder(mesh, network=NETWORK, dtype="float32", layout="tensor", rollout=None):
     """Args: rollout: The network that decodes, if not `network`."""
     rollout = rollout or network
-    stacks = network.shape.stacks
+    stacks = network.shape.layer_stacks
     return Resharder(
-        network.abstract(),
+        network.abstract_params(),
         network.logical_axes(),
-        network.units,
+        network.sharding_units,
         mesh,
-        functools.partial(casting.dtypes, dtype=dtype),
+        functools.partial(mixed_precision.cast_dtypes, dtype=dtype),
         layout,
-        {name: stack.numbers for name, stack in stacks.items()},
-        lambda name, layer: rollout.stored(layer, stacks[name].layer),
+        {name: stack.layer_indices for name, stack in stacks.items()},
+        lambda name, layer: rollout.to_stored_layout(layer, stacks[name].layer),
         rollout.logical_axes(),
     )
 
@@ -78,14 +82,14 @@ def rollout_params(weights, mesh, network=NETWORK, **settings):
     """Returns training weights in the rollout layout."""
     mover = resharder(mesh, network, **settings)
     with jax.set_mesh(mesh):
-        return mover.reshard(mover.empty(), sharded(weights, mesh, network))
+        return mover.reshard(mover.zeros(), sharded(weights, mesh, network))
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def teacher_forced(tokens, temperature, network, weights):
     """Returns [B, T] log-probs of right-padded rows from one pass over each; column 0 is 0."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden = network.hidden(weights, tokens, positions, jnp.ones_like(tokens))
+    hidden = network.hidden_states(weights, tokens, positions, jnp.ones_like(tokens))
     logits = network.logits(weights, hidden) / temperature[:, None, None]
     log_p = jax.nn.log_softmax(logits)[:, :-1]
     return jnp.pad(jnp.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0], ((0, 0), (1, 0)))
@@ -97,4 +101,4 @@ def with_sizes(network=NETWORK, **sizes):
 
 # Wide enough for kernels by outputs, and as it decodes then.
 WIDE = with_sizes(hidden_size=256, num_kv_heads=4, head_size=64, mlp_size=320)
-WIDE_FIRST = dataclasses.replace(WIDE, products=on_cpu.WEIGHT_FIRST)
+WIDE_FIRST = dataclasses.replace(WIDE, matmuls=cpu_kernels.WEIGHT_FIRST)

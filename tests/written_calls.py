@@ -1,7 +1,7 @@
 """Calls of tools as models write them, by format."""
 
 from jaxrl_llm.agents.tool_call_arguments import schemas_of
-from jaxrl_llm.agents.tool_call_formats import ToolCall
+from jaxrl_llm.agents.tool_call_formats import ParsedToolCall
 
 TOOLS = [
     {
@@ -21,7 +21,10 @@ TOOLS = [
     }
 ]
 SCHEMAS = schemas_of(TOOLS)
-ONE, TWO = ToolCall("add", {"a": 1, "note": "12 x"}), ToolCall("add", {"a": -2, "note": "3"})
+ONE, TWO = (
+    ParsedToolCall("add", {"a": 1, "note": "12 x"}),
+    ParsedToolCall("add", {"a": -2, "note": "3"}),
+)
 # Format -> one call after some words, and two calls.
 WRITTEN = {
     "hermes": (

@@ -26,9 +26,10 @@ MODULES = (
     "jaxrl_llm.algorithms.losses", "jaxrl_llm.algorithms.kl", "jaxrl_llm.algorithms.aggregation",
     "jaxrl_llm.algorithms.corrections", "jaxrl_llm.algorithms.safe_rlhf",
     "jaxrl_llm.rewards.functions", "jaxrl_llm.rewards.math", "jaxrl_llm.rewards.code",
-    "jaxrl_llm.agents.environments", "jaxrl_llm.agents.tools", "jaxrl_llm.rollout.engine",
-    "jaxrl_llm.rollout.requests", "jaxrl_llm.planning.fit", "jaxrl_llm.types",
-    "jaxrl_llm.processes.sandbox", "jaxrl_llm.metrics.alerts",
+    "jaxrl_llm.agents.environments", "jaxrl_llm.agents.tools", "jaxrl_llm.rollout.engine.engine",
+    "jaxrl_llm.rollout.engine_api", "jaxrl_llm.rollout.engine.requests",
+    "jaxrl_llm.planning.memory_plan", "jaxrl_llm.types", "jaxrl_llm.processes.sandbox",
+    "jaxrl_llm.metrics.alerts",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from jaxrl_llm.config import AlertsConfig
 from jaxrl_llm.config.bridge import JOBS
-from jaxrl_llm.config.ranges import Range, Text, declared
+from jaxrl_llm.config.validation import Range, TextField, field_rules
 from jaxrl_llm.metrics.alerts import ALERTS
 
 MEANINGS: Mapping[str, str] = yaml.safe_load(
@@ -66,7 +66,7 @@ def meaning_of(cls: type, name: str) -> str:
     return ""
 
 
-def allowed(hint: Any, rule: Range | Text | None) -> str:
+def allowed(hint: Any, rule: Range | TextField | None) -> str:
     """Returns what a field may be, in words."""
     if typing.get_origin(hint) is tuple:
         return f"a tuple; each: {allowed(typing.get_args(hint)[0], rule)}"
@@ -84,7 +84,7 @@ def allowed(hint: Any, rule: Range | Text | None) -> str:
 
 def settings(cls: Any, path: str = "config", outer: Any = None) -> Iterator[Setting]:
     """Yields every key of a group and of the groups below it; entries of mappings are `NAME`."""
-    rules = {name: rule for name, rule, _ in declared(cls)}
+    rules = {name: rule for name, rule, _ in field_rules(cls)}
     for name, hint in typing.get_type_hints(cls).items():
         where = f"{path}.{name}"
         default = getattr(outer, name) if outer is not None else None
@@ -146,9 +146,9 @@ def alerts() -> str:
     default = AlertsConfig()
     for name, alert in ALERTS.items():
         rule = getattr(default, name)
-        numbers = ", ".join(f"`{n}`" for n in alert.numbers)
-        when = alert.bad, f"{rule.limit:g}", str(rule.steps), f"`{rule.action}`"
-        text.append(row(name, alert.what, numbers, *when, alert.remedy))
+        numbers = ", ".join(f"`{n}`" for n in alert.metric_names)
+        when = alert.comparison, f"{rule.limit:g}", str(rule.steps), f"`{rule.action}`"
+        text.append(row(name, alert.quantity, numbers, *when, alert.remedy))
     return "\n".join(text) + "\n"
 
 

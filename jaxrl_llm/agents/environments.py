@@ -1,16 +1,16 @@
-"""Environments: what stands on the other side of a dialogue, in a process of its own.
+"""Environments: the counterpart of the policy in a dialogue, in a process of its own.
 
 An environment is any object with some of these methods, all of which may be `async`:
 
     start(row)       the messages that follow the prompt, or a text of the user, or nothing
     step(message)    the answer to a turn of the policy that calls no tool: a `Step`, messages, a
                      text of the user, or nothing: the episode ends
-    reward()         what the whole episode is worth, asked at its end; with an argument `messages`
-                     it gets those after the prompt
-    close()          gives back what it holds
+    reward()         the reward of the whole episode, called at its end; an argument `messages`
+                     receives the messages after the prompt
+    close()          releases its resources
 
-Its other public methods are tools. A class with `reset` in place of `start` is meant as TRL's
-environments are: `reset(**row)` may return a text, `get_reward()` or an attribute `reward` is the
+Its other public methods are tools. A class with `reset` in place of `start` follows TRL's
+environments: `reset(**row)` may return a text, `get_reward()` or an attribute `reward` is the
 reward, and there is no `step`.
 """
 
@@ -18,102 +18,125 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from jaxrl_llm.algorithms import lookup
-from jaxrl_llm.config.agent import ADAPTERS as NAMES
+from jaxrl_llm.config.agent import ADAPTERS as ADAPTER_NAMES
 
 Message = Mapping[str, Any]
 
-_OWN = frozenset({"start", "reset", "step", "reward", "get_reward", "close"})
+_PROTOCOL_METHODS = frozenset({"start", "reset", "step", "reward", "get_reward", "close"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
     """The answer of an environment to a turn of the policy."""
 
-    messages: Sequence[Message] | str = ()  # a text is one message of the user
+    messages: Sequence[Message] | str = ()  # a text: one user message
     done: bool = False
-    reward: float = 0.0  # for this turn; those of all turns and of the episode are added
+    reward: float = 0.0  # of this turn; added to those of the other turns and of the episode
+
+
+class UserEnvironment(Protocol):
+    """An environment as its author writes it. Each method is optional, and may be async."""
+
+    def start(self, row: Mapping[str, Any], /) -> Any:
+        """Returns the messages that follow the prompt of `row`, a text of the user, or None."""
+
+    def step(self, message: Message, /) -> Any:
+        """Returns the answer to a turn without tool calls: a `Step`, messages, a text, or None."""
+
+    def reward(self) -> Any:
+        """Returns the reward of the episode; it may take `messages`, those after the prompt."""
+
+    def close(self) -> Any:
+        """Frees its resources when the episode has ended."""
 
 
 class Environment:
-    """An object of a user, seen through one set of methods; results may be awaitable."""
+    """A user's environment object behind one set of methods; its results may be awaitable."""
 
-    def __init__(self, inner: Any):
-        self.inner = inner
+    def __init__(self, inner: UserEnvironment | None):
+        self.wrapped: Any = inner  # of any type that has some of the methods
 
     @property
     def tools(self) -> dict[str, Callable[..., Any]]:
         """The public methods that are the environment's tools, by name."""
-        found = getattr(self.inner, "tools", None)
-        if isinstance(found, Mapping):  # of an adapter
-            return dict(found)
-        methods = inspect.getmembers(self.inner, inspect.isroutine)
-        return {n: f for n, f in methods if not n.startswith("_") and n not in _OWN}
+        adapter_tools = getattr(self.wrapped, "tools", None)
+        if isinstance(adapter_tools, Mapping):  # an adapter lists its own
+            return dict(adapter_tools)
+        methods = inspect.getmembers(self.wrapped, inspect.isroutine)
+        return {
+            name: method
+            for name, method in methods
+            if not name.startswith("_") and name not in _PROTOCOL_METHODS
+        }
 
     async def start(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns the messages that follow the prompt."""
-        if start := getattr(self.inner, "start", None):
-            return as_messages(await settled(start(row)))
-        if reset := getattr(self.inner, "reset", None):
-            return as_messages(await settled(reset(**row)))
+        """Starts an episode for a row; returns the messages that follow the prompt."""
+        if start := getattr(self.wrapped, "start", None):
+            return to_messages(await await_if_needed(start(row)))
+        if reset := getattr(self.wrapped, "reset", None):
+            return to_messages(await await_if_needed(reset(**row)))
         return []
 
     async def step(self, message: Message) -> Step:
-        """Returns the answer to a turn without calls."""
-        if not hasattr(self.inner, "step"):
+        """Returns the environment's answer to a turn without tool calls."""
+        if not hasattr(self.wrapped, "step"):
             return Step(done=True)
-        found = await settled(self.inner.step(message))
-        if isinstance(found, Step):
-            return dataclasses.replace(found, messages=as_messages(found.messages))
-        messages = as_messages(found)
+        result = await await_if_needed(self.wrapped.step(message))
+        if isinstance(result, Step):
+            return dataclasses.replace(result, messages=to_messages(result.messages))
+        messages = to_messages(result)
         return Step(messages, done=not messages)
 
     async def reward(self, messages: Sequence[Message]) -> float:
-        """Returns the reward of the episode, whose messages follow the prompt; 0 without one.
+        """The reward of the episode, 0 if the environment has none.
 
-        TypeError or ValueError if it is no finite number.
+        `messages` are the messages after the prompt. TypeError or ValueError if the reward is not
+        a finite number.
         """
         for name in ("reward", "get_reward"):
-            found = getattr(self.inner, name, None)
-            if callable(found):
-                asks = "messages" in inspect.signature(found).parameters
-                found = found(messages=messages) if asks else found()
-            if found is not None:
-                return checked_reward(await settled(found))
+            value = getattr(self.wrapped, name, None)
+            if callable(value):
+                takes_messages = "messages" in inspect.signature(value).parameters
+                value = value(messages=messages) if takes_messages else value()
+            if value is not None:
+                return finite_reward(await await_if_needed(value))
         return 0.0
 
     async def close(self) -> None:
-        if close := getattr(self.inner, "close", None):
-            await settled(close())
+        if close := getattr(self.wrapped, "close", None):
+            await await_if_needed(close())
 
 
-def made(name: str, address: str) -> Environment:
-    """Returns a new environment of an adapter's name, or of a user's class or function.
+def make_environment(name: str, address: str) -> Environment:
+    """Creates an environment from an adapter's name, or from a user's class or function.
 
-    Raises what the lookup, the adapter's package or the user's code raises.
+    Errors of the lookup, the adapter's package and the user's code pass through.
     """
-    made = found(name)
-    return Environment(made(address) if name in ADAPTERS else made())
+    factory = environment_factory(name)
+    return Environment(factory(address) if name in ADAPTERS else factory())
 
 
-def found(name: str) -> Callable[..., Any]:
-    """Returns what makes an adapter's or a user's environments; raises as `made`."""
+def environment_factory(name: str) -> Callable[..., UserEnvironment]:
+    """The factory of an adapter's or a user's environments; raises as `make_environment`."""
     return lookup.resolve(ADAPTERS.get(name, name), {}, "environment")
 
 
-# Their modules import packages of their own (extras of this project).
-ADAPTERS: Mapping[str, str] = {name: f"jaxrl_llm.agents.adapters.{name}:make" for name in NAMES}
+# Adapter name -> import path; the modules need optional dependencies (extras of this project).
+ADAPTERS: Mapping[str, str] = {
+    name: f"jaxrl_llm.agents.adapters.{name}:make" for name in ADAPTER_NAMES
+}
 
 
-async def settled(value: Any) -> Any:
-    """Returns a value, awaited if it is to be."""
+async def await_if_needed(value: Any) -> Any:
+    """Returns the value, awaited first if it is awaitable."""
     return await value if inspect.isawaitable(value) else value
 
 
-def as_messages(value: Any) -> list[dict[str, Any]]:
-    """Returns messages; of a text one of the user, of nothing none. TypeError for other values."""
+def to_messages(value: Any) -> list[dict[str, Any]]:
+    """The value as messages: a text is one user message, None none. TypeError for other values."""
     if value is None or value == "":
         return []
     if isinstance(value, str):
@@ -122,16 +145,16 @@ def as_messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise TypeError(f"returned {type(value).__name__} {value!r:.100}; {rule}")
     for message in value:
-        given = message if isinstance(message, Mapping) else {}
-        role, content = given.get("role"), given.get("content")
+        fields = message if isinstance(message, Mapping) else {}
+        role, content = fields.get("role"), fields.get("content")
         if not isinstance(role, str) or not isinstance(content, str | list):  # parts with images
             raise TypeError(f"returned a message {message!r:.100}; {rule}")
     return [dict(message) for message in value]
 
 
-def checked_reward(value: Any) -> float:
-    """Returns a reward as a float; TypeError or ValueError if it is no finite number."""
-    if hasattr(value, "item"):  # a number of numpy
+def finite_reward(value: Any) -> float:
+    """The reward as a float; TypeError or ValueError if it is not a finite number."""
+    if hasattr(value, "item"):  # a numpy scalar
         value = value.item()
     if not isinstance(value, (bool, int, float)):
         raise TypeError(f"the reward is {type(value).__name__} {value!r:.100}; give a number")

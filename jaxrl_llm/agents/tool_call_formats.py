@@ -2,8 +2,8 @@
 
 A parser reads the text of a turn's tokens, special ones included, but not the last one, which ends
 the turn. It knows where JSON and values end, so a call may contain the marks of its own format. A
-call that cannot be read becomes a `ToolCall` with a problem, which the model is told; nothing
-raises. Behind a faulty call, reading goes on at the next closing mark.
+call that cannot be read becomes a `ParsedToolCall` with a problem, which the model receives;
+nothing raises. Behind a faulty call, reading goes on at the next closing mark.
 """
 
 import re
@@ -22,19 +22,19 @@ from jaxrl_llm.agents.tool_call_scanner import (
 )
 
 
-class ToolCall(NamedTuple):
+class ParsedToolCall(NamedTuple):
     """A call of a tool that a model wrote."""
 
     name: str
     arguments: Mapping[str, Any]
-    problem: str = ""  # why it cannot be made
+    problem: str = ""  # why it cannot run
 
 
 class ParsedTurn(NamedTuple):
     """A turn of a model, taken apart."""
 
     text: str  # without calls
-    calls: tuple[ToolCall, ...]
+    calls: tuple[ParsedToolCall, ...]
 
 
 class ToolCallFormat(NamedTuple):
@@ -54,10 +54,10 @@ class ToolCallFormat(NamedTuple):
           open_thinking: The mark with which the prompt has opened thinking, "" if it has not.
         """
         texts: list[str] = []
-        calls: list[ToolCall] = []
+        calls: list[ParsedToolCall] = []
         for event in self.events(Scanner(text, ended=True), schemas, open_thinking):
             if isinstance(event, ScannedCall):
-                calls.append(ToolCall(event.name, event.arguments, event.problem))
+                calls.append(ParsedToolCall(event.name, event.arguments, event.problem))
             elif event is not None:
                 texts.append(event)
         return ParsedTurn("".join(texts).strip(), tuple(calls))
@@ -93,7 +93,7 @@ def _qwen3_coder(scan: Scanner, schemas: Schemas, open_thinking: str) -> Events:
         if name and (yield from scan.one_of((_PARAMETER, _END_FUNCTION), at))[0]:
             texts, problem, mark, at = yield from _parameters(scan, at, _BARE_PATHS)
             if problem:
-                at = yield from _behind(scan, at, (_END_FUNCTION,))
+                at = yield from _next_end(scan, at, (_END_FUNCTION,))
             arguments = typed_arguments(name, texts, schemas)
             yield scanned_call(name, arguments, problem, start, complete=bool(mark))
         else:
@@ -119,7 +119,7 @@ def _functions(scan: Scanner, start: int, schemas: Schemas) -> Waiting[int]:
             if not mark and at < len(scan.text):
                 problem = f"other text behind {_END_FUNCTION}"
         if problem:
-            at = yield from _behind(scan, at, (_CLOSE,))
+            at = yield from _next_end(scan, at, (_CLOSE,))
             yield scanned_call(name, {}, problem, start)
             return at
         arguments = typed_arguments(name, texts, schemas)
@@ -171,13 +171,13 @@ def _glm4(scan: Scanner, schemas: Schemas, open_thinking: str) -> Events:
     at = yield from scan.thinking(open_thinking)
     while (start := (yield from scan.text_before((_OPEN,), at))) < len(scan.text):
         at = start + len(_OPEN)
-        end = yield from scan.text_before((_KEY, _CLOSE), at, told=False)
+        end = yield from scan.text_before((_KEY, _CLOSE), at, emit=False)
         name = scan.text[at:end].strip()
         texts, problem, mark, at = yield from _keys_and_values(scan, end)
         if not problem and len(name.split()) != 1:
             name, problem = "", f"a call begins with the name of its function, got {name[:100]!r}"
         elif problem:
-            at = yield from _behind(scan, at, (_CLOSE,))
+            at = yield from _next_end(scan, at, (_CLOSE,))
         arguments = typed_arguments(name, texts, schemas)
         yield scanned_call(name, arguments, problem, start, complete=bool(mark))
 
@@ -221,12 +221,12 @@ def _llama3(scan: Scanner, schemas: Schemas, open_thinking: str) -> Events:
         value, end, problem = yield from scan.json(start)
         if first:
             if problem:  # whether a call was meant shows when all is there
-                yield from scan.text_before((_NEVER,), end, told=False)
+                yield from scan.text_before((_NEVER,), end, emit=False)
             if '"name"' not in scan.text[start:] if problem else not _is_call(value):
                 yield from scan.rest(begin)
                 return
         if problem:
-            yield from scan.text_before((_NEVER,), end, told=False)
+            yield from scan.text_before((_NEVER,), end, emit=False)
             yield scanned_call("", {}, problem, start)
             return
         for name, arguments, fault in _calls_of(value):
@@ -247,12 +247,12 @@ def _mistral(scan: Scanner, schemas: Schemas, open_thinking: str) -> Events:
     at = yield from scan.thinking(open_thinking)
     while (start := (yield from scan.text_before((_MISTRAL,), at))) < len(scan.text):
         at = yield from scan.skip_space(start + len(_MISTRAL))
-        name, end = "", (yield from scan.text_before(("[", "{"), at, told=False))
+        name, end = "", (yield from scan.text_before(("[", "{"), at, emit=False))
         if end > at:
             name = scan.text[at:end].strip()
             mark, behind = yield from scan.one_of((_CALL_ID, _ARGUMENTS), end)
             if mark == _CALL_ID:
-                end = yield from scan.text_before(("[",), behind, told=False)
+                end = yield from scan.text_before(("[",), behind, emit=False)
                 mark, behind = yield from scan.one_of((_ARGUMENTS,), end)
             name, at = (name, behind) if mark else ("", at)
         at = yield from _json_call(scan, start, at, (_MISTRAL,), name)
@@ -274,7 +274,7 @@ def _harmony(scan: Scanner, schemas: Schemas, open_thinking: str) -> Events:
         if recipient := _RECIPIENT.search(header):
             at = yield from _json_call(scan, start, body, _END_MESSAGE, recipient[1])
             continue
-        end = yield from scan.text_before(_END_MESSAGE, body, told="analysis" not in header)
+        end = yield from scan.text_before(_END_MESSAGE, body, emit="analysis" not in header)
         _, at = yield from scan.one_of(_END_MESSAGE, end)
 
 
@@ -291,14 +291,14 @@ def _deepseek(scan: Scanner, schemas: Schemas, open_thinking: str) -> Events:
     at = yield from scan.text_before((_CALLS, _CALL), at)
     while (start := (yield from scan.find(_CALL, at))) >= 0:
         at = start + len(_CALL)
-        end = yield from scan.text_before((_SEPARATOR, _END_CALL, _CALL), at, told=False)
+        end = yield from scan.text_before((_SEPARATOR, _END_CALL, _CALL), at, emit=False)
         if not scan.text.startswith(_SEPARATOR, end):
-            at = yield from _behind(scan, end, (_END_CALL,))
+            at = yield from _next_end(scan, end, (_END_CALL,))
             yield scanned_call("", {}, f"no {_SEPARATOR} in the call", start)
             continue
         name, at = scan.text[at:end].strip(), end + len(_SEPARATOR)
         if name == "function":
-            end = yield from scan.text_before(("\n", _FENCE, "{", _END_CALL), at, told=False)
+            end = yield from scan.text_before(("\n", _FENCE, "{", _END_CALL), at, emit=False)
             name = scan.text[at:end].strip()
             _, at = yield from scan.one_of((f"{_FENCE}json", _FENCE), end)
         at = yield from _json_call(scan, start, at, (_END_CALL,), name, fence=_FENCE)
@@ -326,7 +326,7 @@ def _json_call(
         if not mark and end < len(scan.text):
             problem = "invalid JSON: other text behind its end"
     if problem:
-        end = yield from _behind(scan, end, closing)
+        end = yield from _next_end(scan, end, closing)
         yield scanned_call(name, {}, problem, start)
         return end
     for call_name, arguments, fault in [(name, value, "")] if name else _calls_of(value):
@@ -334,10 +334,10 @@ def _json_call(
     return end
 
 
-def _behind(scan: Scanner, at: int, closing: Sequence[str]) -> Waiting[int]:
+def _next_end(scan: Scanner, at: int, closing: Sequence[str]) -> Waiting[int]:
     """The position behind the next closing mark; the end of the text if there is none."""
     marks = (_NEVER,) if scan.num_faults >= scan.MAX_FAULTS else closing
-    end = yield from scan.text_before(marks, at, told=False)
+    end = yield from scan.text_before(marks, at, emit=False)
     _, end = yield from scan.one_of(marks, end)
     return end
 

@@ -27,7 +27,7 @@ class ScannedCall(NamedTuple):
 
     name: str
     arguments: Mapping[str, Any]
-    problem: str  # why it cannot be made; "" if it can
+    problem: str  # why it cannot run; "" if it can
     start: int  # where it begins in the turn
     complete: bool  # its JSON or its closing mark was read: a limit did not cut it
 
@@ -105,10 +105,10 @@ class Scanner:
                 return start
             yield None
 
-    def text_before(self, marks: Sequence[str], start: int, told: bool = True) -> Waiting[int]:
+    def text_before(self, marks: Sequence[str], start: int, emit: bool = True) -> Waiting[int]:
         """Yields the text from `start` to the first of `marks`; returns where that mark begins.
 
-        Returns the end of the text if it has none of them. Without `told`, nothing is yielded.
+        Returns the end of the text if it has none of them. Without `emit`, nothing is yielded.
         """
         pattern = re.compile("|".join(map(re.escape, marks)))
         while True:
@@ -116,7 +116,7 @@ class Scanner:
             end = match.start() if match else len(self.text)
             if not match and not self.ended:
                 end -= partial_mark_length(self.text[max(start, end - 64) :], marks)
-            if told and end > start:
+            if emit and end > start:
                 yield self.text[start:end]
             start = end
             if match or self.ended:

@@ -31,7 +31,7 @@ def schema(tool: Callable[..., Any]) -> dict[str, Any]:
 
     ValueError if the tool has no docstring, an argument without type or description, or `*args`.
     """
-    from transformers.utils import get_json_schema  # takes a second; only where schemas are made
+    from transformers.utils import get_json_schema  # takes a second: only where schemas are needed
 
     if (described := getattr(tool, "json_schema", None)) is not None:  # of an adapter
         return described
@@ -59,7 +59,7 @@ def schema(tool: Callable[..., Any]) -> dict[str, Any]:
     return described
 
 
-def converted(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def convert_arguments(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call as the tool's annotations ask for them.
 
     Mappings become TypedDicts, dataclasses and pydantic models where an annotation names one, and
@@ -197,8 +197,8 @@ def _nested_schema(annotation: Any, root: dict[str, Any]) -> dict[str, Any]:
 
     Those that contain themselves cannot be: they stay in `$defs` of the tool's parameters.
     """
-    made = _type_adapter(annotation).json_schema()
-    definitions = made.pop("$defs", {})
+    raw_schema = _type_adapter(annotation).json_schema()
+    definitions = raw_schema.pop("$defs", {})
 
     def inlined(node: Any, inside: tuple[str, ...], are_names: bool = False) -> Any:
         if isinstance(node, list):
@@ -217,14 +217,14 @@ def _nested_schema(annotation: Any, root: dict[str, Any]) -> dict[str, Any]:
         name = reference.removeprefix("#/$defs/")
         others = {key: value for key, value in node.items() if key != "$ref"}
         if name in inside or _contains_itself(name, definitions):
-            kept = root.setdefault("$defs", {})
-            if name not in kept:
-                kept[name] = {}  # while its own references are followed
-                kept[name] = inlined(definitions[name], (*inside, name))
+            kept_definitions = root.setdefault("$defs", {})
+            if name not in kept_definitions:
+                kept_definitions[name] = {}  # while its own references are followed
+                kept_definitions[name] = inlined(definitions[name], (*inside, name))
             return {"$ref": reference, **others}
         return {**inlined(definitions[name], (*inside, name)), **others}
 
-    return inlined(made, ())
+    return inlined(raw_schema, ())
 
 
 def _contains_itself(name: str, definitions: Mapping[str, Any]) -> bool:

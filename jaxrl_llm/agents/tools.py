@@ -1,4 +1,4 @@
-"""Tools: typed Python functions with docstrings, and what their results become."""
+"""Tools: typed Python functions with docstrings; their lookup and the text of their results."""
 
 import functools
 import inspect
@@ -14,56 +14,64 @@ from jaxrl_llm.text import clean_text
 
 Tool = Callable[..., Any]
 
-# A class is made anew for each episode; its public methods are the tools.
-READY: Mapping[str, str] = {
-    "calculator": "jaxrl_llm.agents.ready:calculator",
-    "python": "jaxrl_llm.agents.ready:Python",
-    "search": "jaxrl_llm.agents.ready:Search",
+# Built-in tools. A class is instantiated for each episode; its public methods are the tools.
+BUILTIN_TOOL_PATHS: Mapping[str, str] = {
+    "calculator": "jaxrl_llm.agents.builtin_tools:calculator",
+    "python": "jaxrl_llm.agents.builtin_tools:Python",
+    "search": "jaxrl_llm.agents.builtin_tools:Search",
 }
 
 
-def found(name: str) -> Any:
-    """Returns the function or class of a key of `READY` or of an import path.
+def resolve_tool(name: str) -> Any:
+    """The function or class of a key of `BUILTIN_TOOL_PATHS` or of an import path.
 
-    Raises what `lookup.resolve`, or the module when it is imported, raises.
+    Errors of `lookup.resolve` and of the module's import pass through.
     """
-    return lookup.resolve(READY.get(name, name), {}, "tool")
+    return lookup.resolve(BUILTIN_TOOL_PATHS.get(name, name), {}, "tool")
 
 
-def functions(made: Any, kwargs: Mapping[str, Any] = {}) -> dict[str, Tool]:
-    """Returns the tools of a function, itself, or of a class: an instance's public methods.
+def tool_functions(function_or_class: Any, kwargs: Mapping[str, Any] = {}) -> dict[str, Tool]:
+    """The tools, by name: the function itself, or the public methods of a class instance.
 
-    `kwargs` are those of verl's column `tools_kwargs`: `create_kwargs` for the class,
-    `execute_kwargs` for each call, which the model neither sees nor gives.
+    `kwargs` is an entry of verl's column `tools_kwargs`: `create_kwargs` for the class,
+    `execute_kwargs` for each call, which the model neither sees nor passes.
     """
-    hidden = dict(kwargs.get("execute_kwargs") or {})
-    all_of: dict[str, Tool] = {}
-    if inspect.isclass(made):
-        instance = made(**(kwargs.get("create_kwargs") or {}))
+    execute_kwargs = dict(kwargs.get("execute_kwargs") or {})
+    functions_by_name: dict[str, Tool] = {}
+    if inspect.isclass(function_or_class):
+        instance = function_or_class(**(kwargs.get("create_kwargs") or {}))
         methods = inspect.getmembers(instance, inspect.ismethod)
-        all_of = {name: method for name, method in methods if not name.startswith("_")}
+        functions_by_name = {name: method for name, method in methods if not name.startswith("_")}
     else:
-        all_of = {made.__name__: made}
-    return {name: _with(tool, hidden) for name, tool in all_of.items()} if hidden else all_of
+        functions_by_name = {function_or_class.__name__: function_or_class}
+    return (
+        {name: _with_arguments(tool, execute_kwargs) for name, tool in functions_by_name.items()}
+        if execute_kwargs
+        else functions_by_name
+    )
 
 
-def _with(tool: Tool, hidden: Mapping[str, Any]) -> Tool:
+def _with_arguments(tool: Tool, fixed_kwargs: Mapping[str, Any]) -> Tool:
     signature = inspect.signature(tool)
-    taken = {name: hidden[name] for name in signature.parameters if name in hidden}
-    shown = [each for name, each in signature.parameters.items() if name not in taken]
+    fixed_arguments = {
+        name: fixed_kwargs[name] for name in signature.parameters if name in fixed_kwargs
+    }
+    visible_parameters = [
+        parameter for name, parameter in signature.parameters.items() if name not in fixed_arguments
+    ]
 
     @functools.wraps(tool)
     def call(*args: Any, **arguments: Any) -> Any:
-        return tool(*args, **{**arguments, **taken})
+        return tool(*args, **{**arguments, **fixed_arguments})
 
-    call.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    call.__signature__ = signature.replace(parameters=visible_parameters)  # type: ignore[attr-defined]
     return call
 
 
-def as_text(value: Any) -> str:
-    """Returns what the model is told of a result: a text as it is, other values as JSON.
+def result_text(value: Any) -> str:
+    """The text of a result for the model: a string unchanged, other values as JSON.
 
-    TypeError for what is neither, for example bytes.
+    TypeError for other values, for example bytes.
     """
     if isinstance(value, str):
         return clean_text(value)
@@ -76,10 +84,10 @@ def as_text(value: Any) -> str:
         raise TypeError(f"returned {type(value).__name__}; {rule}") from error
 
 
-def shortened(text: str, limit: int, side: str) -> str:
-    """Returns a text of at most `limit` characters and a mark where more were cut out.
+def truncate_text(text: str, limit: int, side: str) -> str:
+    """The text truncated to `limit` characters, with a mark where it was cut.
 
-    >>> shortened("abcdefgh", 4, "middle")
+    >>> truncate_text("abcdefgh", 4, "middle")
     'ab...(cut)...gh'
     """
     if len(text) <= limit:
@@ -92,9 +100,9 @@ def shortened(text: str, limit: int, side: str) -> str:
     return f"{text[: limit - tail]}...(cut)...{text[len(text) - tail :]}"
 
 
-def harmless(text: str, special: re.Pattern[str] | None) -> str:
-    """Returns a text in which no special token of the tokenizer is left: a space breaks each.
+def break_special_tokens(text: str, special: re.Pattern[str] | None) -> str:
+    """The text with a space inside each special token of the tokenizer.
 
-    What a tool answers could otherwise end its turn and speak for others.
+    Otherwise the output of a tool could end its turn and impersonate other roles.
     """
     return text if special is None else with_spaces(text, special)

@@ -1,4 +1,4 @@
-"""Advantage estimators, the table of all, and the call of the chosen one.
+"""Advantage estimators, their table, and the dispatch to the configured one.
 
 `rewards` are for emitting each token, `values` the predicted returns just before it. All results
 are zero outside `response_mask`; tokens outside it are skipped, not discounted.
@@ -120,7 +120,7 @@ def _centered(scores: PerRow, group_ids: GroupIds, members: RowMask) -> PerRow:
     return jnp.where(masked.group_size(group_ids, members) > 1.0, centered, scores)
 
 
-def _whitened(row_advantages: PerRow, response_mask: Mask) -> PerToken:
+def _whiten_rows(row_advantages: PerRow, response_mask: Mask) -> PerToken:
     return whiten(jnp.where(response_mask, row_advantages[:, None], 0.0), response_mask)
 
 
@@ -221,7 +221,7 @@ def gdpo(
         weights * grpo(scores, group_ids, members, group_std)
         for scores, weights in zip(term_rewards, term_weights, strict=True)
     )
-    return _whitened(row_advantages, response_mask)
+    return _whiten_rows(row_advantages, response_mask)
 
 
 def rloo(scores: PerRow, group_ids: GroupIds, members: RowMask) -> PerRow:
@@ -254,7 +254,7 @@ def reinforce_plus_plus_baseline(
     >>> print(advantages.ravel().round(4))
     [ 0.7071 -0.7071]
     """
-    return _whitened(_centered(scores, group_ids, members), response_mask)
+    return _whiten_rows(_centered(scores, group_ids, members), response_mask)
 
 
 def opo(scores: PerRow, group_ids: GroupIds, members: RowMask, response_mask: Mask) -> PerRow:
@@ -311,7 +311,7 @@ ESTIMATORS: dict[str, Callable[..., AdvantagesAndReturns | Array]] = {
 def estimate(
     config: AlgorithmConfig, *, rewards: PerToken, response_mask: Mask, **available: Any
 ) -> AdvantagesAndReturns:
-    """Returns what the estimator `config.advantage` makes of the values that it names.
+    """Calls the estimator `config.advantage` with the values named by its parameters.
 
     docs/custom_algorithm.md lists what a user's function may name, as far as it is `available`. It
     returns advantages and returns [B, T]; what is outside the mask is discarded. `rewards` include

@@ -1,4 +1,4 @@
-"""From one number a token to one number a minibatch, as a sum over its microbatches.
+"""Loss aggregation: from per-token losses to one number, summed over microbatches.
 
 A loss is a sum divided by counts of the whole minibatch. The counts are known before the first
 microbatch is computed and handed to each, so losses and gradients of the microbatches sum to those
@@ -24,7 +24,7 @@ TokenLoss = tuple[PerToken, dict[str, PerToken | Mask]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Denominators:
-    """What the sums of a minibatch are divided by."""
+    """Divisors of the sums of a minibatch."""
 
     tokens: Scalar  # tokens in the mask, at least 1
     sequences: Scalar  # rows with such a token, at least 1

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms import masked
-from jaxrl_llm.algorithms.kl import MAX_LOG_RATIO, bounded
+from jaxrl_llm.algorithms.kl import MAX_LOG_RATIO, clip_log_ratios
 from jaxrl_llm.algorithms.masked import Mask, PerRow, PerToken, RowMask, Scalar
 from jaxrl_llm.config import AlgorithmConfig
 
@@ -70,7 +70,7 @@ def _correction_weights(
         return jnp.where(mask, jnp.ones_like(log_ratios), 0.0), {}
     rows, high = jnp.any(mask, axis=-1), config.correction_high
     sums = masked.sum(log_ratios, mask, -1)
-    exponents = bounded(log_ratios if config.correction == "token" else sums[:, None])
+    exponents = clip_log_ratios(log_ratios if config.correction == "token" else sums[:, None])
     raw = jnp.where(mask, jnp.exp(exponents), 0.0)
     lowered = jnp.minimum(raw, high)
     if config.correction_mode == "truncate":
@@ -121,7 +121,7 @@ def _rejection(config: AlgorithmConfig, log_ratios: PerToken, mask: Mask) -> tup
     `seq_masked_fraction` the share of sequences that lost at least one.
     """
     kept, rows = mask, jnp.any(mask, axis=-1)
-    ratios = bounded(log_ratios)
+    ratios = clip_log_ratios(log_ratios)
     estimates = {
         "k1": -ratios,
         "k2": 0.5 * jnp.square(ratios),
@@ -201,20 +201,20 @@ def engine_gap(old_log_probs: PerToken, rollout_log_probs: PerToken, mask: Mask)
     old_means = masked.mean(old_log_probs, mask, -1)
     rollout_means = masked.mean(rollout_log_probs, mask, -1)
     differences = rollout_means - old_means
-    sequence_ratios = bounded(masked.sum(ratios, mask, -1))
+    sequence_ratios = clip_log_ratios(masked.sum(ratios, mask, -1))
     numbers = {
-        "training_ppl": masked.mean(jnp.exp(bounded(-old_means)), rows),
+        "training_ppl": masked.mean(jnp.exp(clip_log_ratios(-old_means)), rows),
         "training_log_ppl": masked.mean(-old_means, rows),
-        "rollout_ppl": masked.mean(jnp.exp(bounded(-rollout_means)), rows),
+        "rollout_ppl": masked.mean(jnp.exp(clip_log_ratios(-rollout_means)), rows),
         "rollout_log_ppl": masked.mean(-rollout_means, rows),
         "kl": masked.mean(-ratios, mask),
-        "k3_kl": masked.mean(jnp.exp(bounded(ratios)) - ratios - 1.0, mask),
+        "k3_kl": masked.mean(jnp.exp(clip_log_ratios(ratios)) - ratios - 1.0, mask),
         "log_ppl_diff": masked.mean(differences, rows),
         "log_ppl_abs_diff": masked.mean(jnp.abs(differences), rows),
         "log_ppl_diff_max": masked.max(differences, rows),
         "log_ppl_diff_min": masked.min(differences, rows),
-        "ppl_ratio": masked.mean(jnp.exp(bounded(differences)), rows),
-        "chi2_token": masked.mean(jnp.exp(2.0 * bounded(ratios)), mask) - 1.0,
+        "ppl_ratio": masked.mean(jnp.exp(clip_log_ratios(differences)), rows),
+        "chi2_token": masked.mean(jnp.exp(2.0 * clip_log_ratios(ratios)), mask) - 1.0,
         "chi2_seq": masked.mean(jnp.exp(2.0 * sequence_ratios), rows) - 1.0,
     }
     old, rollout = jnp.exp(old_log_probs), jnp.exp(rollout_log_probs)

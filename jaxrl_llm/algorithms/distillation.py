@@ -6,14 +6,14 @@ arXiv:2306.13649 (on-policy distillation, GKD) and arXiv:2306.08543 (reverse KL,
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algorithms.kl import bounded
+from jaxrl_llm.algorithms.kl import clip_log_ratios
 from jaxrl_llm.algorithms.masked import Floats
 
 _LEAST = 1e-30  # of a probability in a logarithm
 
 
 def reverse_kl_rewards(teacher_log_probs: Floats, log_probs: Floats) -> Floats:
-    """Returns what each sampled token earns: `log teacher - log policy`, clipped to [-20, 20].
+    """Returns the reverse-KL reward of each token: `log teacher - log policy` in [-20, 20].
 
     Its mean over the policy's tokens is minus KL(policy || teacher), whose gradient is that of
     REINFORCE with the sum over the tokens from here on (arXiv:2306.08543, Eq. 2). Deviation: a
@@ -23,7 +23,7 @@ def reverse_kl_rewards(teacher_log_probs: Floats, log_probs: Floats) -> Floats:
     >>> print(reverse_kl_rewards(jnp.float32(-1.0), jnp.float32(-3.0)))
     2.0
     """
-    return bounded(teacher_log_probs - log_probs)
+    return clip_log_ratios(teacher_log_probs - log_probs)
 
 
 def forward_kl(

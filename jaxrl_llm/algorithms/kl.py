@@ -13,17 +13,17 @@ MAX_K3 = 10.0  # a token that the reference thinks impossible must not be the wh
 MAX_RELATIVE_ERROR = 0.2  # of the adaptive controller
 
 
-def bounded(log_ratios: Floats) -> Floats:
+def clip_log_ratios(log_ratios: Floats) -> Floats:
     """Returns log-ratios clipped to [-20, 20]; beyond, the gradient is 0.
 
-    >>> print(bounded(jnp.array([-50.0, 1.0])))
+    >>> print(clip_log_ratios(jnp.array([-50.0, 1.0])))
     [-20.   1.]
     """
     return jnp.clip(log_ratios, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _k3(difference: Floats) -> Floats:
-    negative = bounded(-difference)
+    negative = clip_log_ratios(-difference)
     return jnp.clip(jnp.exp(negative) - negative - 1.0, -MAX_K3, MAX_K3)
 
 

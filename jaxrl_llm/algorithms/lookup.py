@@ -1,6 +1,6 @@
-"""How a name in the config becomes a function, and how that function gets its arguments.
+"""Resolution of function names in the config, and calls of functions by parameter name.
 
-Functions, those of the tables in this folder and a user's own, name what they need as parameters.
+Built-in and user functions declare their inputs as parameters.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from jaxrl_llm.errors import UserError
 
 
 class FunctionError(UserError, TypeError):
-    """A user's function asks for what is not available, or returns the wrong thing."""
+    """A user's function asks for an unavailable input or returns an invalid result."""
 
 
 @functools.lru_cache
@@ -38,7 +38,7 @@ _sibling_folders: dict[str, pathlib.Path] = {}
 
 @contextlib.contextmanager
 def _siblings_importable(folder: pathlib.Path) -> Iterator[None]:
-    """Lets a file import modules of its own folder, as if it were run as a script.
+    """Makes modules beside a file importable, as if the file were run as a script.
 
     First in the search path while the file runs, so that `import helpers` is the one beside it;
     then last, for imports inside functions, so that no later import of a library can meet a file
@@ -85,7 +85,7 @@ def _module(name: str, location: str) -> ModuleType:
 def resolve(
     name: str, table: Mapping[str, Callable[..., Any]], what: str = "function"
 ) -> Callable[..., Any]:
-    """Returns the function that `name` stands for; errors call it `what`.
+    """Resolves a function by name; errors call it `what`.
 
     The name is a key of `table`, `package.module:function` or `path/file.py:function`. Raises
     ValueError for another form, FileNotFoundError, ModuleNotFoundError, AttributeError, or
@@ -102,21 +102,21 @@ def resolve(
             f"unknown {what} {name!r}; known: {', '.join(table)};"
             " or your own function as 'package.module:function' or 'path/file.py:function'"
         )
-    found = _module(name, location)
-    if not hasattr(found, attribute):
-        public = [key for key, value in vars(found).items() if callable(value) and key[0] != "_"]
+    module = _module(name, location)
+    if not hasattr(module, attribute):
+        public = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
         raise AttributeError(
             f"{name!r}: {location} has no {attribute!r}; its functions: {', '.join(public)}"
         )
-    function = getattr(found, attribute)
+    function = getattr(module, attribute)
     if not callable(function):
         raise TypeError(f"{name!r} is a {type(function).__name__}, not a function; name a function")
     return function
 
 
 @dataclasses.dataclass(frozen=True)
-class Declared:
-    """What a function reads, by the names of its parameters."""
+class Parameters:
+    """The parameters of a function, which name its inputs."""
 
     names: frozenset[str]
     required: tuple[str, ...]  # those without a default
@@ -124,10 +124,10 @@ class Declared:
 
 
 @functools.lru_cache(maxsize=256)
-def declared(function: Callable[..., Any]) -> Declared:
-    """Returns what a function reads; a positional-only parameter is a FunctionError.
+def parameters_of(function: Callable[..., Any]) -> Parameters:
+    """Inspects the parameters of a function; a positional-only one is a FunctionError.
 
-    >>> declared(lambda rewards, values=None: rewards).required
+    >>> parameters_of(lambda rewards, values=None: rewards).required
     ('rewards',)
     """
     parameters = inspect.signature(function).parameters.values()
@@ -139,7 +139,7 @@ def declared(function: Callable[..., Any]) -> Declared:
             )
     rest = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
     named = [p for p in parameters if p.kind not in rest]
-    return Declared(
+    return Parameters(
         names=frozenset(p.name for p in named),
         required=tuple(p.name for p in named if p.default is inspect.Parameter.empty),
         takes_rest=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
@@ -147,7 +147,7 @@ def declared(function: Callable[..., Any]) -> Declared:
 
 
 def call_by_name(function: Callable[..., Any], available: Mapping[str, Any], where: str) -> Any:
-    """Returns `function` called with those of the `available` values that it names.
+    """Calls `function` with those of the `available` values that its parameters name.
 
     A parameter that is not available keeps its default, or is a FunctionError if it has none;
     `**rest` takes everything. `where`, with which errors begin, is the setting of the function.
@@ -156,7 +156,7 @@ def call_by_name(function: Callable[..., Any], available: Mapping[str, Any], whe
     3
     """
     try:
-        reads = declared(function)
+        reads = parameters_of(function)
     except FunctionError as error:
         raise FunctionError(f"{where}: {error}") from None
     for name in reads.required:

@@ -1,4 +1,4 @@
-"""What the networks minimize: policy, critic, imitation, reward models, direct preferences.
+"""Training losses: policy, critic, SFT, reward models, direct preferences.
 
 A row of [B, T] is one whole sequence, also when the network saw several packed together.
 `denominators` and `num_pairs` (at least 1) are of the whole minibatch. A tie of two scores counts
@@ -19,7 +19,7 @@ from jaxrl_llm.algorithms.aggregation import (
     policy_loss,
     token_mean,
 )
-from jaxrl_llm.algorithms.kl import bounded, estimated_kl
+from jaxrl_llm.algorithms.kl import clip_log_ratios, estimated_kl
 from jaxrl_llm.algorithms.lookup import FunctionError, call_by_name, resolve
 from jaxrl_llm.algorithms.masked import Mask, PerToken, Scalar, zero_outside
 from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
@@ -36,7 +36,7 @@ _HIDDEN = frozenset({"tokens", "lengths", "cost_returns", "cost_values"})
 
 
 def follows_advantages(config: AlgorithmConfig) -> bool:
-    """Returns whether zero advantages leave the policy nothing to learn.
+    """Whether zero advantages mean a zero gradient for the policy.
 
     Not so with an entropy bonus, a KL in the loss, or a loss that pulls the policy back by itself;
     a user's own loss may do that too.
@@ -93,7 +93,7 @@ def policy_objective(
     selection: Mask,
     denominators: Denominators,
 ) -> LossAndMetrics:
-    """Returns what the policy minimizes, on one microbatch.
+    """Returns the policy's total loss on one microbatch.
 
         policy_loss - entropy_coef * entropy + kl_coef * kl       (kl only with kl_in="loss")
 
@@ -127,7 +127,9 @@ def policy_objective(
         names = ("log_probs", "old_log_probs", "rollout_log_probs", "advantages")
         inside = zero_outside(mask, *(available[name] for name in names))
         available |= zip(names, inside, strict=True)
-        available["log_ratios"] = bounded(available["log_probs"] - available["old_log_probs"])
+        available["log_ratios"] = clip_log_ratios(
+            available["log_probs"] - available["old_log_probs"]
+        )
     where = f"config.algorithm.policy_loss={config.policy_loss!r}"
     function = resolve(config.policy_loss, POLICY_LOSSES, "policy loss")
     result = call_by_name(function, available, where)

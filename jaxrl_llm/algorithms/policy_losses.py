@@ -1,4 +1,4 @@
-"""Policy losses of each token, and the table of all.
+"""Per-token policy losses and their table.
 
 A loss names what it reads, which `losses.policy_objective` sets to 0 outside the loss mask, and
 returns a number and metrics for each token. A = advantages, log_ratios = log_probs - old_log_probs
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms import masked
 from jaxrl_llm.algorithms.aggregation import Denominators, LossAndMetrics, TokenLoss, policy_loss
-from jaxrl_llm.algorithms.kl import bounded
+from jaxrl_llm.algorithms.kl import clip_log_ratios
 from jaxrl_llm.algorithms.masked import Mask, PerToken
 from jaxrl_llm.config import AlgorithmConfig
 
@@ -129,7 +129,7 @@ def geo_mean(
     clipped = jnp.clip(log_ratios, -config.clip_low, config.clip_high)
     sign = jnp.sign(advantages)
     pessimistic = sign * jnp.minimum(sign * log_ratios, sign * clipped)
-    ratios = jnp.exp(bounded(masked.mean(pessimistic, loss_mask, -1)))
+    ratios = jnp.exp(clip_log_ratios(masked.mean(pessimistic, loss_mask, -1)))
     losses = -masked.mean(advantages, loss_mask, -1) * ratios
     weights = jnp.exp(masked.mean(jnp.log(correction_weights + 1e-10), loss_mask, -1))
     on_tokens = jnp.ones_like(log_ratios)
@@ -240,14 +240,14 @@ def cispo(
     return -weights * advantages * log_probs, metrics
 
 
-def _trusted(
+def _trust_region_loss(
     keep: Mask,
     log_probs: PerToken,
     old_log_probs: PerToken,
     advantages: PerToken,
     config: AlgorithmConfig,
 ) -> TokenLoss:
-    log_ratios = bounded(log_probs - old_log_probs)
+    log_ratios = clip_log_ratios(log_probs - old_log_probs)
     ratios = jnp.exp(jax.lax.stop_gradient(log_ratios))
     weights = jnp.where(keep, jnp.minimum(ratios, config.dual_clip), 0.0)
     return -weights * advantages * log_probs, {
@@ -272,7 +272,7 @@ def dppo_tv(
     """
     moved = jnp.exp(log_probs) - jnp.exp(old_log_probs)
     keep = jnp.where(advantages > 0.0, moved <= config.clip_high, moved >= -config.clip_low)
-    return _trusted(keep, log_probs, old_log_probs, advantages, config)
+    return _trust_region_loss(keep, log_probs, old_log_probs, advantages, config)
 
 
 def dppo_kl(
@@ -297,10 +297,10 @@ def dppo_kl(
     up = (divergence <= config.clip_high) | (probs <= old_probs)
     down = (divergence <= config.clip_low) | (probs >= old_probs)
     keep = jnp.where(advantages > 0.0, up, down)
-    return _trusted(keep, log_probs, old_log_probs, advantages, config)
+    return _trust_region_loss(keep, log_probs, old_log_probs, advantages, config)
 
 
-_ALL = (vanilla, gspo, sapo, gpg, clip_cov, kl_cov, geo_mean, dppo_tv, dppo_kl, dro, cispo)
+_LOSSES = (vanilla, gspo, sapo, gpg, clip_cov, kl_cov, geo_mean, dppo_tv, dppo_kl, dro, cispo)
 POLICY_LOSSES: dict[str, Callable[..., LossAndMetrics | TokenLoss]] = {
-    loss.__name__: loss for loss in (*_ALL, reinforce)
+    loss.__name__: loss for loss in (*_LOSSES, reinforce)
 }

@@ -1,4 +1,4 @@
-"""Which tokens a policy loss treats apart, chosen over the whole minibatch.
+"""Token selection of policy losses (Clip-Cov, KL-Cov), over the whole minibatch.
 
 Clip-Cov and KL-Cov (arXiv:2505.22617) act on the few tokens whose log-prob and advantage covary
 most. The choice needs means and ranks over all tokens, so it is made once a minibatch, before its
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
 from jaxrl_llm.algorithms import masked
-from jaxrl_llm.algorithms.kl import bounded
+from jaxrl_llm.algorithms.kl import clip_log_ratios
 from jaxrl_llm.algorithms.masked import Mask, PerToken, Scalar, zero_outside
 from jaxrl_llm.algorithms.policy_losses import clipped_surrogate
 from jaxrl_llm.config import AlgorithmConfig
@@ -54,7 +54,7 @@ def select(
     covariances = centered_advantages * (log_probs - masked.mean(log_probs, mask))
     priority, candidates, share = covariances, mask, config.kl_cov_share
     if config.policy_loss == "clip_cov":
-        ratios = jnp.exp(bounded(log_probs - old_log_probs))
+        ratios = jnp.exp(clip_log_ratios(log_probs - old_log_probs))
         _, clipped = clipped_surrogate(ratios, advantages, config)
         between = (covariances > config.clip_cov_low) & (covariances < config.clip_cov_high)
 

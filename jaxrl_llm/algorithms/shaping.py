@@ -57,7 +57,7 @@ def kl_shaped(
 def overlong_penalty(
     config: AlgorithmConfig, max_response_tokens: int, response_lengths: Int[Array, " B"]
 ) -> PerRow:
-    """Returns what DAPO adds to the score of a response that nears the length limit.
+    """Returns DAPO's soft overlong penalty of responses near the length limit.
 
         -overlong_penalty * clip((length - (limit - buffer)) / buffer, 0, 1)
 

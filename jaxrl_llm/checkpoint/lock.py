@@ -1,6 +1,6 @@
-"""One process at a time writes into the folder of a run, by a lock that ends with the process.
+"""A lock on the folder of a run: one writing process at a time; it ends with the process.
 
-On a file system without locks there is a warning and no protection.
+On a file system without locks it logs a warning and protects nothing.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ from typing import IO
 
 from absl import logging
 
-from jaxrl_llm.config.folder import naming
+from jaxrl_llm.config.workdir import naming_file
 from jaxrl_llm.errors import UserError
 
-NAME = "lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+LOCK_FILE = "lock"
+_UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 
 class OccupiedError(UserError, RuntimeError):
@@ -26,34 +26,34 @@ class OccupiedError(UserError, RuntimeError):
 
 
 @contextlib.contextmanager
-def locked(folder: pathlib.Path) -> Iterator[None]:
-    """Holds `folder`, made if missing, for this process while in the context.
+def exclusive_lock(folder: pathlib.Path) -> Iterator[None]:
+    """Holds the lock of `folder`, which is created if missing, for this process.
 
     Raises OccupiedError if another process, or another run in this one, holds it.
     """
-    path = folder / NAME
-    with _taken(path) as file:
+    path = folder / LOCK_FILE
+    with _acquire_lock(path) as file:
         try:
             yield
         finally:
-            if _is_at(file, path):
+            if _is_same_file(file, path):
                 path.unlink(missing_ok=True)
 
 
 def is_held(folder: pathlib.Path) -> bool:
-    """Whether a process holds `folder`; true also where the file system cannot tell."""
+    """Whether a process holds the lock of `folder`; also true if the file system has no locks."""
     try:
-        with (folder / NAME).open("r") as file:
+        with (folder / LOCK_FILE).open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
     except FileNotFoundError:
         return False
-    except OSError:  # it is locked, or there are no locks here
+    except OSError:  # locked, or locks are not supported
         return True
 
 
-def _taken(path: pathlib.Path) -> IO[str]:
-    with naming(path):
+def _acquire_lock(path: pathlib.Path) -> IO[str]:
+    with naming_file(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+")
     try:
@@ -67,21 +67,21 @@ def _taken(path: pathlib.Path) -> IO[str]:
             " ended, end it, or use another --workdir"
         ) from None
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in _UNSUPPORTED_ERRNOS:
             file.close()
             raise
         logging.warning("%s: no locks here (%s); start one run at a time in it", path, error)
         return file
-    if not _is_at(file, path):  # its holder released and removed it meanwhile
+    if not _is_same_file(file, path):  # its holder has released and removed it meanwhile
         file.close()
-        return _taken(path)
+        return _acquire_lock(path)
     file.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
     return file
 
 
-def _is_at(file: IO[str], path: pathlib.Path) -> bool:
-    """Returns whether the open file is the one that `path` names now."""
+def _is_same_file(file: IO[str], path: pathlib.Path) -> bool:
+    """Whether `path` still names the open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except OSError:

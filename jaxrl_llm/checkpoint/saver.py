@@ -1,6 +1,6 @@
-"""Saves and restores all that a resumed run needs: arrays and JSON, one sealed folder a step.
+"""Saves and restores the state of a run: arrays and JSON, one sealed folder per step.
 
-All processes of a run make the same calls, on a folder that all of them see.
+All processes of a run make the same calls, on a folder that all of them share.
 """
 
 import contextlib
@@ -20,67 +20,70 @@ from orbax.checkpoint import checkpoint_managers as policies
 from jaxrl_llm.checkpoint import seal
 from jaxrl_llm.config import CheckpointConfig
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.sharding import hosts, telling
+from jaxrl_llm.sharding import kv_store_broadcast, multihost
 
 PathLike = str | os.PathLike[str]
 Tree = Any  # a pytree of arrays, or of jax.ShapeDtypeStructs with shardings
 Json = dict[str, Any]
 
-_FILE_BYTES = 1 << 28  # of arrays, about: files are hashed side by side
+_FILE_BYTES = 1 << 28  # approximate size of array files, which are hashed in parallel
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint that cannot be written or read: which path, why, what to do."""
+    """A checkpoint cannot be written or read; the message has path, cause and remedy."""
 
 
 class Saver:
-    """Keeps the newest steps of a run, and the best one, in one folder; writes in the background.
+    """Keeps the newest steps of a run, and the best one, in one folder; saves asynchronously.
 
-    A step is visible when it is complete; a failed or killed save leaves earlier steps as they
-    were. At most one save is in flight. Every step holds the number of the best step so far.
+    A step becomes visible when it is complete; a failed or killed save leaves earlier steps intact.
+    At most one save is in flight. Every step records the number of the best step so far.
     """
 
     def __init__(self, directory: PathLike, config: CheckpointConfig, read_only: bool = False):
-        """Makes `directory` and removes what a killed save left there, unless `read_only`."""
+        """Creates `directory` and removes leftovers of a killed save, unless `read_only`."""
         self._directory = epath.Path(os.path.abspath(directory))
         self._config = config
         self._read_only = read_only
-        self._best: Json = {}  # step and value; empty before there is one
-        self._best_saved: Json = {}  # the same, of the last save that did not fail
-        self._saving = 0  # step of the save in flight, 0: none
-        self._kept = policies.AnyPreservationPolicy([])
+        self._best: Json = {}  # step and value; empty before the first
+        self._best_saved: Json = {}  # `_best` at the last successful save
+        self._saving = 0  # step of the save in flight; 0: none
+        self._preservation = policies.AnyPreservationPolicy([])
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager | None:
-        """The manager that writes steps; None for a reader, which only looks at complete ones."""
+        """The manager that writes steps; None if read-only."""
         if self._read_only:
             return None
-        # Where processes are named, they wait for each other without devices, which may be at work.
-        everyone = set(range(jax.process_count())) if jax.process_count() > 1 else None
+        # With named processes Orbax has barriers that do not use the devices, which may be busy.
+        processes = set(range(jax.process_count())) if jax.process_count() > 1 else None
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=self._kept,
+            preservation_policy=self._preservation,
             cleanup_tmp_directories=True,
-            create=False,  # which it refuses to processes that are named
+            create=False,  # not supported with named processes
             enable_async_checkpointing=True,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=everyone),
+            multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=processes),
             temporary_path_class=seal.SealedPath,
         )
-        # Weights hardly compress (7 %); it takes three times as long and twice their memory.
+        # Compression saves only 7 % of weights, but takes three times as long and twice the memory.
         items = {
             "arrays": ocp.PyTreeCheckpointHandler(use_compression=False),
             "meta": ocp.JsonCheckpointHandler(),
         }
         try:
-            if hosts.is_first():
+            if multihost.is_first():
                 self._directory.mkdir(parents=True, exist_ok=True)
                 _remove_empty(self._directory)
-            hosts.told_by_first("made")  # the others wait for that
+            multihost.broadcast_from_host0("made")  # a barrier for the others
             return ocp.CheckpointManager(self._directory, options=options, item_handlers=items)
         except OSError as error:
             raise _write_error(self._directory, error) from error
 
-    def due(self, step: int, last: int, numbers: Mapping[str, float] = {}) -> bool:
-        """Returns whether to save `step` of `last`: also if `config.best_metric` is best so far."""
+    def should_save(self, step: int, last: int, numbers: Mapping[str, float] = {}) -> bool:
+        """Whether to save `step` of `last`: by interval, at the end, or if it is the best so far.
+
+        `numbers` are the metrics that may contain `config.best_metric`.
+        """
         config = self._config
         value = float(numbers.get(config.best_metric, math.nan))
         sign = 1.0 if config.best_mode == "max" else -1.0
@@ -90,21 +93,21 @@ class Saver:
         return better or step == last or (config.every > 0 and step % config.every == 0)
 
     def best_step(self) -> int:
-        """Returns the step with the best `config.best_metric`, 0 if the newest names none."""
-        sealed = [step for step in self._steps() if (self._folder(step) / seal.SEAL).is_file()]
+        """The step with the best `config.best_metric`; 0 if the newest step records none."""
+        sealed = [step for step in self._steps() if (self._folder(step) / seal.SEAL_FILE).is_file()]
         return _meta(self._folder(max(sealed)))["best"].get("step", 0) if sealed else 0
 
     def latest_step(self) -> int:
-        """The newest step, or 0; it may be damaged, but holds something."""
+        """The newest step that is not empty (it may be damaged), or 0."""
         return max(self._steps(), default=0)
 
     def _steps(self) -> list[int]:
-        """The complete steps, but for folders with nothing in them."""
+        """The complete steps, without empty folders."""
         if self._manager is not None:
             steps = list(self._manager.all_steps())
         else:
-            is_made = self._directory.exists()
-            steps = ocp.utils.checkpoint_steps(self._directory) if is_made else []
+            exists = self._directory.exists()
+            steps = ocp.utils.checkpoint_steps(self._directory) if exists else []
         return [step for step in steps if not is_empty(self._folder(step))]
 
     def _folder(self, step: int) -> epath.Path:
@@ -117,33 +120,36 @@ class Saver:
         return self._manager
 
     @property
-    def saving(self) -> bool:
+    def is_saving(self) -> bool:
         return bool(self._saving) and self._writer.is_saving_in_progress()
 
     def save(self, step: int, state: Tree, extra: Json) -> None:
-        """Saves a step; returns when `state` is copied to the host, so that it may be donated.
+        """Starts saving a step; returns when `state` is copied to the host and may be donated.
 
-        The structure of `state` is not saved. Raises CheckpointError if this save cannot begin or
-        the one before it failed; with `config.checkpoint.on_failure = "continue"` it logs that.
+        The tree structure of `state` is not saved. Raises CheckpointError if this save cannot begin
+        or the previous one failed, or logs it with `config.checkpoint.on_failure = "continue"`.
         """
         if step < 1:
             raise ValueError(f"checkpoint step {step}: counts completed steps, at least 1")
-        content = _content(state, extra, self._best)
+        save_args = _save_args(state, extra, self._best)
         self.wait()
         try:
-            if failure := hosts.share(self._probe() if hosts.is_first() else "")[0]:
+            if failure := multihost.allgather(self._probe() if multihost.is_first() else "")[0]:
                 raise OSError(failure)
             newest = policies.LatestN(self._config.keep)
-            self._kept.policies = [newest, policies.CustomSteps([self._best.get("step", 0)])]
-            self._writer.save(step, args=content)
+            self._preservation.policies = [
+                newest,
+                policies.CustomSteps([self._best.get("step", 0)]),
+            ]
+            self._writer.save(step, args=save_args)
         except Exception as error:
-            self._failed(step, error)
+            self._handle_failure(step, error)
         else:
             self._saving = step
 
     def _probe(self) -> str:
-        """Returns why nothing can be written, "" if it can."""
-        # A save that fails at once leaves threads of Orbax that delay the process's end by minutes.
+        """Why the folder cannot be written, or "" if it can."""
+        # A save that fails immediately leaves Orbax threads that delay process exit by minutes.
         probe = self._directory / "probe.tmp"
         try:
             probe.write_bytes(bytes(1 << 16))  # more than the metadata of a step
@@ -154,33 +160,33 @@ class Saver:
                 probe.unlink(missing_ok=True)
         return ""
 
-    def ensure(self, step: int, state: Tree, extra: Json) -> None:
-        """Saves a step unless it is saved or is 0; returns when it is on disk. As `save`."""
+    def ensure_saved(self, step: int, state: Tree, extra: Json) -> None:
+        """Saves a step unless it is 0 or already saved, and waits for it. Raises as `save` does."""
         self.wait()
         if step > self.latest_step():
             self.save(step, state, extra)
             self.wait()
 
-    def release(self) -> None:
-        """Waits where a save reads the arrays themselves, which an update would have to copy."""
+    def wait_before_donation(self) -> None:
+        """Waits on CPU, where a save reads the live arrays, which an update could not donate."""
         if jax.default_backend() == "cpu":
             self.wait()
 
     def wait(self) -> None:
-        """Returns when the save in flight is on disk; raises as `save` if it failed."""
+        """Waits until the save in flight is on disk; raises as `save` does if it failed."""
         saving, self._saving = self._saving, 0
         if not saving:
             return
         try:
             self._writer.wait_until_finished()
         except Exception as error:
-            self._failed(saving, error)
+            self._handle_failure(saving, error)
         else:
             self._best_saved = self._best
 
-    def _failed(self, step: int, cause: Exception) -> None:
+    def _handle_failure(self, step: int, cause: Exception) -> None:
         self._best = self._best_saved
-        # The manager counts a failed step as saved; one opened again sees what is on disk.
+        # The manager counts a failed step as saved; a new one reads the steps from disk.
         with contextlib.suppress(Exception):  # raises `cause` again, which is reported below
             self._writer.close()
         self._manager = self._open()
@@ -195,13 +201,13 @@ class Saver:
         partial: bool = False,
         step: int = 0,
     ) -> tuple[Tree, Json, int]:
-        """Returns (state, extra, step) of the newest undamaged step.
+        """Restores (state, extra, step) from the newest undamaged step.
 
-        Damaged steps newer than it are moved aside (`damaged.STEP`) with a warning, so that the run
-        can write them again. `abstract_state` has the shardings that the arrays shall have, or is a
-        function that returns it for the saved `extra`. With `partial`, arrays that it lacks are not
-        read. A `step` above 0 is the newest to look at. Raises CheckpointError if no step is
-        undamaged, or the saved arrays have other names, shapes or dtypes than `abstract_state`.
+        Damaged steps newer than it are renamed to `damaged.STEP` with a warning, so that the run
+        can write them again. `abstract_state` has the target shardings, or is a function that
+        returns it for the saved `extra`. With `partial`, saved arrays that it lacks are skipped. A
+        `step` above 0 is the newest one to try. Raises CheckpointError if all steps are damaged, or
+        if the saved arrays have other names, shapes or dtypes than `abstract_state`.
         """
         self.wait()
         steps = [s for s in self._steps() if not step or s <= step]
@@ -212,17 +218,17 @@ class Saver:
         for step in sorted(steps, reverse=True):
             folder = self._directory / str(step)
             if not (damage := _damage(folder)):
-                state, meta = _restored(folder, abstract_state, partial)
+                state, meta = _read_step(folder, abstract_state, partial)
                 self._best = self._best_saved = meta["best"]
                 return state, meta["extra"], step
             logging.warning("%s: damaged, %s; trying the step before it", folder, damage)
             if self._read_only:
                 continue
-            if hosts.is_first():
-                aside = self._directory / f"damaged.{step}"
-                aside.rmtree(missing_ok=True)
-                folder.rename(aside)
-            hosts.told_by_first("moved")  # the others wait for that
+            if multihost.is_first():
+                moved_folder = self._directory / f"damaged.{step}"
+                moved_folder.rmtree(missing_ok=True)
+                folder.rename(moved_folder)
+            multihost.broadcast_from_host0("moved")  # a barrier for the others
             self._writer.reload()
         raise CheckpointError(
             f"{self._directory}: all steps are damaged ({', '.join(map(str, steps))}), see the"
@@ -230,7 +236,7 @@ class Saver:
         )
 
     def close(self) -> None:
-        """Waits for the save in flight and lets the folder go; raises as `wait` does."""
+        """Waits for the save in flight and closes the manager; raises as `wait` does."""
         try:
             self.wait()
         finally:
@@ -239,12 +245,12 @@ class Saver:
 
 
 def is_empty(folder: PathLike) -> bool:
-    """Whether a folder holds no file, at any depth: a copy that was broken off, not a step."""
+    """Whether a folder holds no file at any depth: an interrupted copy, not a checkpoint."""
     return not any(files for _, _, files in os.walk(folder))
 
 
 def _remove_empty(directory: epath.Path) -> None:
-    """Removes the folders of steps that hold no file, so that the steps can be saved."""
+    """Removes step folders without files, so that these steps can be saved."""
     for folder in directory.iterdir():
         if folder.name.isdecimal() and folder.is_dir() and is_empty(folder):
             logging.warning("%s: empty, no checkpoint; it is removed", folder)
@@ -252,107 +258,111 @@ def _remove_empty(directory: epath.Path) -> None:
 
 
 def save_tree(path: PathLike, tree: Tree, extra: Mapping[str, Any]) -> None:
-    """Writes the product of a stage to `path`, which must not exist, or raises CheckpointError."""
+    """Writes the result of a stage to `path`; raises CheckpointError, also if `path` exists."""
     folder = epath.Path(os.path.abspath(path))
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; remove it or choose another path")
-    content = _content(tree, dict(extra), {})
+    save_args = _save_args(tree, dict(extra), {})
     handler = ocp.CompositeCheckpointHandler()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with ocp.Checkpointer(handler, temporary_path_class=seal.SealedPath) as checkpointer:
-            checkpointer.save(folder, args=content)
+            checkpointer.save(folder, args=save_args)
     except Exception as error:
         raise _write_error(folder, error) from error
 
 
 def load_tree(path: PathLike, abstract_tree: Tree | Callable[[Json], Tree]) -> tuple[Tree, Json]:
-    """Returns what `save_tree` wrote, split as `Saver.restore`, or raises CheckpointError."""
+    """Reads (tree, extra) written by `save_tree` in the shardings of `abstract_tree`.
+
+    Raises CheckpointError if it is missing, damaged or has other arrays.
+    """
     folder = epath.Path(os.path.abspath(path))
     if not folder.exists():
         raise CheckpointError(f"{folder}: no such folder")
     if damage := _damage(folder):
         raise CheckpointError(f"{folder}: damaged, {damage}; remove it and run the stage again")
-    tree, meta = _restored(folder, abstract_tree)
+    tree, meta = _read_step(folder, abstract_tree)
     return tree, meta["extra"]
 
 
-def _named(tree: Tree) -> dict[str, Any]:
-    """Returns the leaves by dotted path; the same for a dict, a dataclass or a named tuple."""
+def _leaves_by_path(tree: Tree) -> dict[str, Any]:
+    """Leaves by dotted path; the same for a dict, a dataclass or a named tuple."""
     leaves = jax.tree.leaves_with_path(tree)
-    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-    if len(named) != len(leaves):
+    leaf_of_path = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves
+    }
+    if len(leaf_of_path) != len(leaves):
         raise ValueError("two arrays of this tree have the same dotted path; rename one")
-    return named
+    return leaf_of_path
 
 
-def _described(named: Mapping[str, Any]) -> dict[str, str]:
+def _array_specs(leaves: Mapping[str, Any]) -> dict[str, str]:
     return {
         name: f"{np.dtype(leaf.dtype).name}[{','.join(map(str, leaf.shape))}]"
-        for name, leaf in named.items()
+        for name, leaf in leaves.items()
     }
 
 
-def _content(tree: Tree, extra: Json, best: Json) -> ocp.args.Composite:
-    named = {name: _to_save(array) for name, array in _named(tree).items()}
-    json.dumps(extra, allow_nan=False)  # a TypeError here points at the caller
-    meta = {"arrays": _described(named), "extra": extra, "best": best}
-    arrays = ocp.args.PyTreeSave(named, ocdbt_target_data_file_size=_FILE_BYTES)
+def _save_args(tree: Tree, extra: Json, best: Json) -> ocp.args.Composite:
+    arrays_by_path = {name: _saveable_array(array) for name, array in _leaves_by_path(tree).items()}
+    json.dumps(extra, allow_nan=False)  # a TypeError here has the caller in its stack
+    meta = {"arrays": _array_specs(arrays_by_path), "extra": extra, "best": best}
+    arrays = ocp.args.PyTreeSave(arrays_by_path, ocdbt_target_data_file_size=_FILE_BYTES)
     return ocp.args.Composite(arrays=arrays, meta=ocp.args.JsonSave(meta))
 
 
-def _to_save(array: jax.Array) -> Any:
-    """Returns an array as Orbax takes it, and may keep it."""
-    if jax.process_count() == 1 or len(telling.holders(array.sharding)) > 1:
-        # A view: an array that the library remembers could not be donated.
+def _saveable_array(array: jax.Array) -> Any:
+    """The array in a form that Orbax accepts and may hold on to."""
+    if jax.process_count() == 1 or len(kv_store_broadcast.hosts_of(array.sharding)) > 1:
+        # A view: Orbax keeps a reference, and a referenced array could not be donated.
         return jax.device_put(array, array.sharding, may_alias=True)
-    # Of a pool that is process 0's alone: Orbax refuses what one process holds, and writes process
-    # 0's copy of what is on the host.
-    here = bool(array.addressable_shards)
-    return np.array(array) if here else np.zeros(array.shape, array.dtype)
+    # The array lives in a pool of process 0 alone. Orbax rejects arrays of a single process, but
+    # writes process 0's copy of a host array.
+    is_addressable = bool(array.addressable_shards)
+    return np.array(array) if is_addressable else np.zeros(array.shape, array.dtype)
 
 
-def _elsewhere(wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns an array of which this process has nothing."""
-    return jax.make_array_from_single_device_arrays(
-        wanted.shape, wanted.sharding, [], dtype=wanted.dtype
-    )
+def _non_addressable_array(spec: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array none of whose shards are on this process."""
+    return jax.make_array_from_single_device_arrays(spec.shape, spec.sharding, [], dtype=spec.dtype)
 
 
 def _meta(folder: epath.Path) -> Json:
-    """Returns the JSON part of a complete step: `arrays`, `extra` and `best`."""
+    """The JSON part of a complete step: `arrays`, `extra` and `best`."""
     return {"best": {}, **ocp.JsonCheckpointHandler().restore(folder / "meta")}
 
 
-def _restored(
+def _read_step(
     folder: epath.Path, abstract: Tree | Callable[[Json], Tree], partial: bool = False
 ) -> tuple[Tree, Json]:
-    """Returns the arrays and the JSON part of a complete step."""
+    """The arrays and the JSON part of a complete step."""
     meta = _meta(folder)
     abstract = abstract(meta["extra"]) if callable(abstract) else abstract
-    wanted = _named(abstract)
-    compared = {k: v for k, v in meta["arrays"].items() if k in wanted or not partial}
-    described = _described(wanted)
-    differing = [
-        f"{name} is {compared.get(name, 'absent')}, expected {described.get(name, 'absent')}"
-        for name in sorted({name for name, _ in compared.items() ^ described.items()})
+    expected = _leaves_by_path(abstract)
+    saved_specs = {k: v for k, v in meta["arrays"].items() if k in expected or not partial}
+    expected_specs = _array_specs(expected)
+    mismatches = [
+        f"{name} is {saved_specs.get(name, 'absent')},"
+        f" expected {expected_specs.get(name, 'absent')}"
+        for name in sorted({name for name, _ in saved_specs.items() ^ expected_specs.items()})
     ]
-    if differing:
-        more = [f"and {len(differing) - 5} more"] if len(differing) > 5 else []
+    if mismatches:
+        rest = [f"and {len(mismatches) - 5} more"] if len(mismatches) > 5 else []
         raise CheckpointError(
             f"{folder}: holds other arrays than this config makes:"
-            f" {'; '.join(differing[:5] + more)}; resume with the config that wrote it"
+            f" {'; '.join(mismatches[:5] + rest)}; resume with the config that wrote it"
         )
-    # Of a pool that other processes have, there is nothing to read.
-    here = {k: v for k, v in wanted.items() if v.sharding.addressable_devices}
-    named = {k: _elsewhere(v) for k, v in wanted.items() if k not in here}
-    if here:
-        restore_args = ocp.checkpoint_utils.construct_restore_args(here)
-        partial = partial or bool(named)
-        args = ocp.args.PyTreeRestore(here, restore_args, partial_restore=partial)
+    # Arrays in pools of other processes are not read here.
+    addressable = {k: v for k, v in expected.items() if v.sharding.addressable_devices}
+    arrays = {k: _non_addressable_array(v) for k, v in expected.items() if k not in addressable}
+    if addressable:
+        restore_args = ocp.checkpoint_utils.construct_restore_args(addressable)
+        partial = partial or bool(arrays)
+        args = ocp.args.PyTreeRestore(addressable, restore_args, partial_restore=partial)
         with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-            named |= handler.restore(folder / "arrays", args=args)
-    leaves = [named[name] for name in wanted]
+            arrays |= handler.restore(folder / "arrays", args=args)
+    leaves = [arrays[name] for name in expected]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves), meta
 
 
@@ -364,5 +374,5 @@ def _write_error(path: epath.Path, cause: Exception) -> CheckpointError:
 
 
 def _damage(folder: epath.Path) -> str:
-    """Returns `seal.damage` on every process; only process 0 looks."""
-    return hosts.share(seal.damage(folder) if hosts.is_first() else "")[0]
+    """`seal.damage` of process 0, on every process."""
+    return multihost.allgather(seal.damage(folder) if multihost.is_first() else "")[0]

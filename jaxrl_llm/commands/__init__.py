@@ -1,5 +1,5 @@
-"""The commands of the package: `jaxrl_llm NAME`, and the files of `launch/`.
+"""The commands of the package: `jaxrl_llm NAME`, and the scripts of `launch/`.
 
-`options.py` says what each takes, `line.py` reads the command line; neither loads a library of a
-run. A module for each command does its work.
+`options.py` defines the flags of each, `command_line.py` parses the command line; neither imports a
+training library. Each command is implemented by a module of its own.
 """

@@ -1,4 +1,4 @@
-"""Completion in a shell, of commands, flags and keys: a script that calls no Python."""
+"""Shell completion of commands, flags and config keys, by a script that runs no Python."""
 
 import dataclasses
 import typing
@@ -11,7 +11,7 @@ from jaxrl_llm.errors import ConfigError
 
 SHELLS = ("bash", "zsh")
 
-# `=` and `.` are parts of words here, `:` would not be. Values that are files complete as such.
+# `=` and `.` belong to words here, `:` would not. Values of flags complete as file names.
 _SCRIPT = """\
 _jaxrl_llm() {{
     local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} line flags
@@ -41,34 +41,38 @@ complete -o filenames -F _jaxrl_llm jaxrl_llm
 """
 
 
-def script(words: Sequence[str]) -> str:
-    """Returns the script for a shell; raises ConfigError for one that is not known."""
+def completion_script(words: Sequence[str]) -> str:
+    """The completion script of a shell; raises ConfigError for an unknown shell."""
     if list(words) not in [[shell] for shell in SHELLS]:
         usage = 'write eval "$(jaxrl_llm completion bash)", or zsh, in what your shell reads first'
         raise ConfigError(f"completion: {' '.join(words) or 'no shell'}: {usage}")
     keys = sorted({key for job in JOBS.values() for key in _keys(job)})
-    found = _SCRIPT.format(
+    completion = _SCRIPT.format(
         commands=" ".join(COMMANDS),
         cases="\n".join(f'    {name}) flags="{_flags(name)}" ;;' for name in COMMANDS),
         keys=" ".join(f"--config.{key}" for key in keys),
     )
-    begin = "autoload -U +X bashcompinit && bashcompinit\n" if words[0] == "zsh" else ""
-    return begin + found
+    header = "autoload -U +X bashcompinit && bashcompinit\n" if words[0] == "zsh" else ""
+    return header + completion
 
 
 def _flags(name: str) -> str:
     hints = typing.get_type_hints(COMMANDS[name])
-    ends = {field: "" if hints[field] is bool else "=" for field in hints if field in _fields(name)}
-    more = ["--config."] if "config" in hints else []
-    return " ".join([*(f"--{field}{end}" for field, end in ends.items()), *more, "--help"])
+    suffixes = {
+        field: "" if hints[field] is bool else "=" for field in hints if field in _field_names(name)
+    }
+    config_prefix = ["--config."] if "config" in hints else []
+    return " ".join(
+        [*(f"--{field}{end}" for field, end in suffixes.items()), *config_prefix, "--help"]
+    )
 
 
-def _fields(name: str) -> set[str]:
+def _field_names(name: str) -> set[str]:
     return {field.name for field in dataclasses.fields(COMMANDS[name])}
 
 
 def _keys(group: Any, path: str = "") -> Iterator[str]:
-    """Yields the keys of a config as they are written before a value."""
+    """Yields the dotted keys of a config, each with `=`, or with `.` if it is a mapping."""
     for name, hint in typing.get_type_hints(group).items():
         if name == "unread":
             continue

@@ -2,11 +2,11 @@
 
 import json
 
-from jaxrl_llm.commands.options import Configs
+from jaxrl_llm.commands.options import ConfigsOptions
 from jaxrl_llm.config import starters
 
 
-def main(options: Configs) -> None:
+def main(options: ConfigsOptions) -> None:
     rows = [starters.Starter.from_file(starters.FOLDER / f"{n}.py") for n in starters.names()]
     if options.json:
         print(json.dumps([vars(row) for row in rows], indent=1))

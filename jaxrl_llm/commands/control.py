@@ -1,48 +1,48 @@
-"""Asks a running job for another layout."""
+"""Requests another layout from a running job and waits for its answer."""
 
 import pathlib
 import time
 
 from jaxrl_llm import errors
 from jaxrl_llm.checkpoint import lock
-from jaxrl_llm.commands.options import Control
-from jaxrl_llm.config import layout
-from jaxrl_llm.config.folder import load_config, newest_step
+from jaxrl_llm.commands.options import ControlOptions
+from jaxrl_llm.config import layout_requests
+from jaxrl_llm.config.workdir import load_config, newest_step
 
 _POLL_S = 0.2
 
 
-def main(options: Control) -> None:
+def main(options: ControlOptions) -> None:
     workdir = options.workdir
-    text = "" if options.layout == ("config",) else " ".join(options.layout)
-    layout.check(workdir, text)
+    layout_text = "" if options.layout == ("config",) else " ".join(options.layout)
+    layout_requests.check_layout(workdir, layout_text)
     if not lock.is_held(pathlib.Path(workdir)):
-        errors.refuse([("workdir", _not_running(workdir))])
-    before = len(layout.answers(workdir))
-    layout.ask(workdir, text)
+        errors.raise_flag_problems([("workdir", _not_running_message(workdir))])
+    num_answers = len(layout_requests.read_answers(workdir))
+    layout_requests.request_layout(workdir, layout_text)
     deadline = time.monotonic() + options.wait_s
     while True:
-        # In this order: a run may answer and end at once, and its answer counts.
+        # Checked before the answers: a run may answer and end at once, and its answer counts.
         is_running = lock.is_held(pathlib.Path(workdir))
-        if len(answers := layout.answers(workdir)) > before:
+        if len(answers := layout_requests.read_answers(workdir)) > num_answers:
             break
         if not is_running:
-            layout.withdraw(workdir)
-            message = f"{_not_running(workdir)}; it ended before it answered"
-            errors.refuse([("workdir", message)])
+            layout_requests.withdraw_request(workdir)
+            message = f"{_not_running_message(workdir)}; it ended before it answered"
+            errors.raise_flag_problems([("workdir", message)])
         if time.monotonic() >= deadline:
             print(f"{workdir}: asked; the run looks at it before its next step")
             return
         time.sleep(_POLL_S)
-    line = answers[before]
-    if refused := line.get("refused"):
-        errors.refuse([("layout", refused)])
-    print(f"{workdir}: from step {line['step']} on: {line.get('layout') or 'as in the config'}")
+    answer = answers[num_answers]
+    if refused := answer.get("refused"):
+        errors.raise_flag_problems([("layout", refused)])
+    print(f"{workdir}: from step {answer['step']} on: {answer.get('layout') or 'as in the config'}")
 
 
-def _not_running(workdir: str) -> str:
-    total, done = load_config(workdir).trainer.num_steps, newest_step(workdir)
-    if done >= total:
-        return f"{workdir}: this run has ended, all {total} steps are done"
-    state = f"no process is at work on this run, which has saved {done} of {total} steps"
-    return f"{workdir}: {state}; start it, then ask again"
+def _not_running_message(workdir: str) -> str:
+    num_steps, last_step = load_config(workdir).trainer.num_steps, newest_step(workdir)
+    if last_step >= num_steps:
+        return f"{workdir}: this run has ended, all {num_steps} steps are done"
+    problem = f"no process is at work on this run, which has saved {last_step} of {num_steps} steps"
+    return f"{workdir}: {problem}; start it, then ask again"

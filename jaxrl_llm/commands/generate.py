@@ -1,73 +1,80 @@
-"""Answers prompts."""
+"""Generates answers to prompts."""
 
 import json
 import sys
 
 import jax
 
-from jaxrl_llm import errors, program
-from jaxrl_llm.commands.options import Generate
-from jaxrl_llm.config.room import Lengths
+from jaxrl_llm import errors, program, saved_policy
+from jaxrl_llm.commands.options import GenerateOptions
+from jaxrl_llm.config.kv_cache_sizing import SequenceLengths
 from jaxrl_llm.data import tokenizer as tokenizer_lib
-from jaxrl_llm.learner import saved
-from jaxrl_llm.rollout import cache, episodes
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.requests import SamplingParams
+from jaxrl_llm.rollout import engines, episodes
+from jaxrl_llm.rollout.engine import kv_cache
+from jaxrl_llm.rollout.engine.requests import SamplingParams
+from jaxrl_llm.rollout.engine_api import EngineArgs, SamplingEngine
 from jaxrl_llm.types import Prompt, PromptBatch
 
 
-def _engine(own: Engine, max_tokens: int, num_samples: int) -> Engine:
-    """Returns an engine for sequences of `max_tokens`, not for those of the run."""
-    network, mesh = own.network, own.mesh
-    num_slots, cache_tokens = cache.fitting(network, mesh, Lengths(max_tokens), num_samples)
-    return Engine(
+def _engine(name: str, of_run: EngineArgs, max_tokens: int, num_samples: int) -> SamplingEngine:
+    """An engine like that of the run, for sequences of `max_tokens`."""
+    network, mesh = of_run.network, of_run.mesh
+    num_slots, cache_tokens = kv_cache.fitting_cache_size(
+        network, mesh, SequenceLengths(max_tokens), num_samples
+    )
+    args = EngineArgs(
         network,
         mesh,
         num_slots=num_slots,
         max_tokens=max_tokens,
-        layout=own.layout,
+        layout=of_run.layout,
         cache_tokens=cache_tokens,
     )
+    return engines.build(name, args)
 
 
-def main(options: Generate) -> None:
-    program.keep_compilations(options.workdir or options.model)
+def main(options: GenerateOptions) -> None:
+    program.enable_compilation_cache(options.workdir or options.model)
     if options.workdir:
-        source = saved.from_run(options.workdir)
+        source = saved_policy.policy_from_run(options.workdir)
     else:
-        source = saved.from_model(saved.model_config(options.model))
+        source = saved_policy.policy_from_model(saved_policy.sampling_config(options.model))
     models = source.models
     texts = options.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     messages = [[{"role": "user", "content": text}] for text in texts]
     tokens, rendered = tokenizer_lib.render_prompts(
         models.tokenizer, messages, source.config.data.chat_template
     )
-    room = models.policy.shape.max_positions
-    most = room if options.max_tokens else min(room, saved.MOST_TOKENS)
-    least = options.max_tokens or 1
-    errors.refuse(
+    max_positions = models.policy.shape.max_positions
+    max_tokens = (
+        max_positions if options.max_tokens else min(max_positions, saved_policy.DEFAULT_MAX_TOKENS)
+    )
+    min_answer_tokens = options.max_tokens or 1
+    errors.raise_flag_problems(
         (
             "prompt",
-            f"{text[:200]!r} has {len(ids)} tokens; an answer of {least} more does not fit the"
-            f" {most} that are allowed; shorten it, or set --max_tokens (the model holds {room})",
+            f"{text[:200]!r} has {len(ids)} tokens; an answer of {min_answer_tokens} more does not"
+            f" fit the {max_tokens} that are allowed; shorten it, or set --max_tokens (the model"
+            f" holds {max_positions})",
         )
         for text, ids in zip(texts, tokens, strict=True)
-        if len(ids) + least > most
+        if len(ids) + min_answer_tokens > max_tokens
     )
-    longest = max(map(len, tokens), default=1)
-    answer = options.max_tokens or most - longest
+    longest_prompt = max(map(len, tokens), default=1)
+    answer_tokens = options.max_tokens or max_tokens - longest_prompt
     prompts = [
         Prompt(ids, text, "generate", "", {}, i)
         for i, (ids, text) in enumerate(zip(tokens, rendered, strict=True))
     ]
     sampling = SamplingParams(
-        max_tokens=answer,
+        max_tokens=answer_tokens,
         temperature=options.temperature,
         top_p=options.top_p,
         stop_tokens=models.eos_tokens,
     )
+    name, of_run = source.config.rollout.engine, source.sampler.engine_args
     rollouts, _ = episodes.rollout(
-        _engine(source.sampler.engine, longest + answer, len(texts) * options.samples),
+        _engine(name, of_run, longest_prompt + answer_tokens, len(texts) * options.samples),
         source.weights(),
         models.tokenizer,
         PromptBatch(tuple(prompts)),

@@ -1,13 +1,13 @@
-"""Writes a copy of a starter config, to be edited."""
+"""Writes a copy of a starter config to edit."""
 
 import pathlib
 
-from jaxrl_llm.commands.options import New
+from jaxrl_llm.commands.options import NewOptions
 from jaxrl_llm.config import starters
 from jaxrl_llm.errors import ConfigError
 
 
-def main(options: New) -> None:
+def main(options: NewOptions) -> None:
     name, *files = options.name
     source = starters.find(name)
     if source is None:
@@ -18,7 +18,7 @@ def main(options: New) -> None:
     if not target.parent.is_dir():
         raise ConfigError(f"{target}: no folder {target.parent}; make it first")
     try:
-        with target.open("x") as file:  # "x": nothing is overwritten
+        with target.open("x") as file:  # "x": never overwrites
             file.write(source.read_text())
     except FileExistsError as error:
         raise ConfigError(f"{target}: exists; name another file, or remove it") from error

@@ -1,4 +1,4 @@
-"""What each command takes: a class of fields, its docstring and their texts are its help."""
+"""The options of each command: a dataclass whose docstring and field texts are its help."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from jaxrl_llm.config import JobConfig
 from jaxrl_llm.config.placement import ProcessesConfig
-from jaxrl_llm.config.ranges import File, Folder, Group, Name, Problems, Range
+from jaxrl_llm.config.validation import ConfigGroup, File, Folder, Name, Problems, Range
 
 Natural = Annotated[int, Range("[0, 2147483647]")]
 Positive = Annotated[int, Range("[1, 2147483647]")]
@@ -17,28 +17,29 @@ Dtype = Literal["", "float32", "bfloat16", "float16"]
 
 
 def option(text: str, default: Any = dataclasses.MISSING) -> Any:
-    """Returns a field with its help; without a default it is required."""
+    """A dataclass field with its help text; required unless it has a default."""
     return dataclasses.field(default=default, metadata={"help": text})
 
 
-class Options(Group):
+class Options(ConfigGroup):
     """The options of a command; each field is a flag."""
 
     module: ClassVar[str]  # in this folder, with `main(options)`
-    # Takes arguments that are no flags: all if required, else those after its flag; "": none.
+    # The field that takes positional arguments: if it is required, all of them; else those after
+    # its flag. "": none are accepted.
     positional: ClassVar[str] = ""
 
 
-class OfDevices(Options, ProcessesConfig):
+class JaxOptions(Options, ProcessesConfig):
     """The options of a command that uses JAX."""
 
 
-def _either(options: Any) -> Problems:
+def _exactly_one_source(options: Any) -> Problems:
     if bool(options.model) == bool(options.workdir):
         yield "model", "give either --model or --workdir"
 
 
-class Train(OfDevices):
+class TrainOptions(JaxOptions):
     """Runs the training job of a config.
 
     To resume, start it again with the same --workdir.
@@ -52,11 +53,11 @@ class Train(OfDevices):
     replay: tuple[str, ...] = option("Learn from these dumps, rollouts/STEP.jsonl.", ())
 
 
-class Evaluate(OfDevices):
+class EvaluateOptions(JaxOptions):
     """Evaluates a policy on held-out prompts: mean@k, pass@k, maj@k.
 
-    That of a run (--workdir), or a model on the prompts of a config (--model and --config). Prints
-    one JSON object.
+    The policy is a run's (--workdir), or a model on the prompts of a config (--model and --config).
+    Prints one JSON object.
     """
 
     module = "evaluate"
@@ -70,12 +71,12 @@ class Evaluate(OfDevices):
     seed: Natural = option("Seed of the samples.", 0)
 
     def rules(self) -> Problems:
-        yield from _either(self)
+        yield from _exactly_one_source(self)
         if bool(self.model) != (self.config is not None):
             yield "config", "--model needs a config file with data and rewards; a run has its own"
 
 
-class Generate(OfDevices):
+class GenerateOptions(JaxOptions):
     """Answers prompts with a run's policy or a model.
 
     Prompts come from --prompt (may be repeated) or from the lines of standard input. Prints one
@@ -94,10 +95,10 @@ class Generate(OfDevices):
     seed: Natural = option("Seed of the samples.", 0)
 
     def rules(self) -> Problems:
-        yield from _either(self)
+        yield from _exactly_one_source(self)
 
 
-class Serve(OfDevices):
+class ServeOptions(JaxOptions):
     """Serves a model or a run with OpenAI's HTTP API.
 
     SIGTERM stops it after the accepted requests are done; SIGHUP makes it read the newest weights.
@@ -124,10 +125,10 @@ class Serve(OfDevices):
     special_tokens: Literal["text", "tokens"] = option("Spelled in messages.", "text")
 
     def rules(self) -> Problems:
-        yield from _either(self)
+        yield from _exactly_one_source(self)
 
 
-class ServeJetstream(OfDevices):
+class ServeJetstreamOptions(JaxOptions):
     """Serves a model with JetStream's gRPC server, for clients of its protocol."""
 
     module = "serve_jetstream"
@@ -143,13 +144,13 @@ class ServeJetstream(OfDevices):
     seed: Natural = option("Seed of the samples.", 0)
 
     def rules(self) -> Problems:
-        yield from _either(self)
+        yield from _exactly_one_source(self)
 
 
-class Plan(OfDevices):
+class PlanOptions(JaxOptions):
     """Plans the memory and time of a run before it starts.
 
-    For a TPU --topology, or so many --devices of a kind, or else the devices of this machine.
+    For a TPU --topology, a number of --devices of a kind, or else the devices of this machine.
     """
 
     module = "plan"
@@ -169,8 +170,8 @@ class Plan(OfDevices):
             yield "device", "give it or --topology, not both"
 
 
-class Export(OfDevices):
-    """Writes what a run learned as a Hugging Face folder."""
+class ExportOptions(JaxOptions):
+    """Exports the weights of a run as a Hugging Face folder."""
 
     module = "export"
 
@@ -181,8 +182,8 @@ class Export(OfDevices):
     best: bool = option("The step with the best checkpoint.best_metric, not the newest.", False)
 
 
-class Import(OfDevices):
-    """Makes a Hugging Face folder of a GGUF file, with its tokenizer."""
+class ImportOptions(JaxOptions):
+    """Converts a GGUF file to a Hugging Face folder, with its tokenizer."""
 
     module = "import_gguf"
 
@@ -192,11 +193,11 @@ class Import(OfDevices):
     tokenizer: Folder = option("Folder with the tokenizer; empty: that of the file.", "")
 
 
-class Control(Options):
+class ControlOptions(Options):
     """Changes the layout of a running job of RL, between two steps.
 
     jaxrl_llm control --workdir DIR mesh.fsdp=1 mesh.tensor=4: sizes of mesh axes, mesh.rollout,
-    placement.choice. What is not named is as in the run's config; the word config goes back to it.
+    placement.choice. Others stay as in the run's config; the word config goes back to it.
     """
 
     module = "control"
@@ -207,7 +208,7 @@ class Control(Options):
     wait_s: Annotated[float, Range("[0, inf]")] = option("Longest wait for the answer.", 600.0)
 
 
-class View(Options):
+class ViewOptions(Options):
     """Shows runs: curves, samples, alerts, memory; live, in a browser.
 
     jaxrl_llm view WORKDIR... lays the curves of several runs over each other. On a machine that is
@@ -233,11 +234,14 @@ class View(Options):
             yield "timeline", f"{self.timeline!r} must end in .png or .svg"
         if self.timeline and len(self.workdir) != 1:
             yield "timeline", f"is of one run, got {len(self.workdir)} folders; give one"
-        if len(given := [name for name in ("png", "text", "timeline") if getattr(self, name)]) > 1:
-            yield given[1], f"give it or --{given[0]}, not both"
+        if (
+            len(outputs := [name for name in ("png", "text", "timeline") if getattr(self, name)])
+            > 1
+        ):
+            yield outputs[1], f"give it or --{outputs[0]}, not both"
 
 
-class Configs(Options):
+class ConfigsOptions(Options):
     """Lists the starter configs with machine and planned memory."""
 
     module = "configs"
@@ -245,7 +249,7 @@ class Configs(Options):
     json: bool = option("Print a JSON list.", False)
 
 
-class New(Options):
+class NewOptions(Options):
     """Writes a copy of a starter config to edit.
 
     jaxrl_llm new NAME FILE: for example jaxrl_llm new grpo_tiny my_run.py.
@@ -262,17 +266,17 @@ class New(Options):
 
 
 COMMANDS: Mapping[str, type[Options]] = {
-    "train": Train,
-    "evaluate": Evaluate,
-    "generate": Generate,
-    "serve": Serve,
-    "plan": Plan,
-    "export": Export,
-    "import": Import,
-    "view": View,
-    "control": Control,
-    "configs": Configs,
-    "new": New,
+    "train": TrainOptions,
+    "evaluate": EvaluateOptions,
+    "generate": GenerateOptions,
+    "serve": ServeOptions,
+    "plan": PlanOptions,
+    "export": ExportOptions,
+    "import": ImportOptions,
+    "view": ViewOptions,
+    "control": ControlOptions,
+    "configs": ConfigsOptions,
+    "new": NewOptions,
 }
-# Started by files of `launch/` alone.
-OTHERS: Mapping[str, type[Options]] = {"serve_jetstream": ServeJetstream}
+# Started only by scripts of `launch/`.
+LAUNCH_ONLY_COMMANDS: Mapping[str, type[Options]] = {"serve_jetstream": ServeJetstreamOptions}

@@ -6,56 +6,68 @@ import jax
 from absl import logging
 
 from jaxrl_llm import errors
-from jaxrl_llm.algorithms import needs
-from jaxrl_llm.commands.options import Plan
-from jaxrl_llm.learner import planned
-from jaxrl_llm.planning import fit, placement, report
+from jaxrl_llm.algorithms import requirements
+from jaxrl_llm.commands.options import PlanOptions
+from jaxrl_llm.planning import memory_plan, plan_report, pool_placement, resolve_sizes
 
 
-def _compiled(plan: fit.Plan, devices) -> dict[str, float | str]:
-    # This import takes seconds, longer than a plan.
-    from jaxrl_llm.learner import lowering
+def _compiled_bytes(plan: memory_plan.MemoryPlan, devices) -> dict[str, float | str]:
+    # Imported here: it takes seconds, longer than a plan.
+    from jaxrl_llm.planning import compiled_memory
 
-    return lowering.compiled_bytes(plan, devices)
+    return compiled_memory.compiled_bytes(plan, devices)
 
 
-def main(options: Plan) -> None:
+def main(options: PlanOptions) -> None:
     if options.chart:
-        errors.refuse(report.chart_problems(options.chart))
+        errors.raise_flag_problems(plan_report.chart_problems(options.chart))
         errors.check_package("matplotlib", "plot", "--chart:")
     config = options.config
     if config.learns_from_samples:
-        needs.check(config.require_rl().algorithm)
-        for warning in needs.warnings(config.require_rl()):
+        requirements.check_functions(config.require_rl().algorithm)
+        for warning in requirements.warnings(config.require_rl()):
             logging.warning("%s", warning)
     elif options.compile or options.placement:
         flag = "compile" if options.compile else "placement"
-        errors.refuse([(flag, "is of job='rl' alone; leave it out")])
+        errors.raise_flag_problems([(flag, "is of job='rl' alone; leave it out")])
     for warning in config.warnings():
         logging.warning("%s", warning)
     if not (options.topology or options.device):
-        place = planned.here(jax.devices())
+        target = resolve_sizes.local_target(jax.devices())
     else:
-        place = planned.elsewhere(options.topology, options.device, options.devices)
-    plan = planned.plan(planned.filled(config, place), place)
-    compiled = _compiled(plan, place.devices) if options.compile else {}
-    nearest = fit.nearest(plan)
+        target = resolve_sizes.topology_target(options.topology, options.device, options.devices)
+    plan = resolve_sizes.make_plan(resolve_sizes.fit_mesh(config, target), target)
+    compiled_bytes = _compiled_bytes(plan, target.devices) if options.compile else {}
+    nearest_fit = memory_plan.nearest_fit(plan)
     if options.json:
-        found = report.to_json(plan, nearest, options.price)
-        print(json.dumps({**found, "compiled": compiled}))
+        report_json = plan_report.to_json(plan, nearest_fit, options.price)
+        print(json.dumps({**report_json, "compiled": compiled_bytes}))
     else:
-        _print(options, plan, compiled, nearest)
+        _print(options, plan, compiled_bytes, nearest_fit)
     if options.chart:
-        report.save_chart(plan, options.chart)
+        plan_report.save_chart(plan, options.chart)
 
 
 def _print(
-    options: Plan, plan: fit.Plan, compiled: dict[str, float | str], nearest: fit.Advice
+    options: PlanOptions,
+    plan: memory_plan.MemoryPlan,
+    compiled_bytes: dict[str, float | str],
+    nearest_fit: memory_plan.Advice,
 ) -> None:
-    print(report.headline(plan), report.table(plan, compiled), report.bar_chart(plan), sep="\n\n")
+    print(
+        plan_report.headline(plan),
+        plan_report.memory_table(plan, compiled_bytes),
+        plan_report.bar_chart(plan),
+        sep="\n\n",
+    )
     if not plan.fits:
-        print(f"\nnearest run that fits, {nearest}")
+        print(f"\nnearest run that fits, {nearest_fit}")
     if plan.device.flops and plan.job.learns_from_samples:
-        print("\n" + report.times(plan, options.price))
+        print("\n" + plan_report.time_table(plan, options.price))
     if options.placement:
-        print("\n" + placement.table(placement.rank(plan.setting, plan.device, plan.num_devices)))
+        print(
+            "\n"
+            + pool_placement.ranking_table(
+                pool_placement.rank_placements(plan.setting, plan.device, plan.num_devices)
+            )
+        )

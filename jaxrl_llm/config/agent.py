@@ -4,15 +4,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from jaxrl_llm.config.ranges import Count, File, Group, Name, Problems, Range
+from jaxrl_llm.config.validation import ConfigGroup, Count, File, Name, Problems, Range
 
 ADAPTERS = ("gymnasium", "mcp", "openenv", "verifiers")
-READY_TOOLS = ("calculator", "python", "search")
+BUILTIN_TOOLS = ("calculator", "python", "search")
 # Values of a row's `agent_name` that mean: tools and no environment; one answer without either.
 TOOLS_ALONE, SINGLE_TURN = "tool_agent", "single_turn_agent"
 
 
-class EnvironmentConfig(Group):
+class EnvironmentConfig(ConfigGroup):
     """One kind of environment; rows choose it by their column `agent_name` (docs/agents.md)."""
 
     # A class or function of yours that makes one; or gymnasium, mcp, openenv, verifiers.
@@ -21,19 +21,19 @@ class EnvironmentConfig(Group):
     address: Name = ""
 
     def rules(self) -> Problems:
-        found = self.environment
-        if not found:
+        name = self.environment
+        if not name:
             yield "environment", "required: 'package.module:Class', 'path/file.py:Class' or adapter"
-        elif found not in ADAPTERS and ":" not in found:
+        elif name not in ADAPTERS and ":" not in name:
             known = ", ".join(ADAPTERS)
             remedy = "or your own as 'package.module:Class' or 'path/file.py:Class'"
-            yield "environment", f"unknown environment {found!r}; known: {known}; {remedy}"
-        elif found in ADAPTERS and not self.address:
-            yield "address", f"required by environment={found!r}"
+            yield "environment", f"unknown environment {name!r}; known: {known}; {remedy}"
+        elif name in ADAPTERS and not self.address:
+            yield "address", f"required by environment={name!r}"
 
 
-class AgentConfig(Group):
-    """Episodes of several turns: what the policy may call, and what answers it."""
+class AgentConfig(ConfigGroup):
+    """Multi-turn episodes: tools and environments, and their limits."""
 
     # calculator, python, search; or typed functions of yours with docstrings, by import or file.
     tools: tuple[Name, ...] = ()
@@ -69,16 +69,16 @@ class AgentConfig(Group):
         """Whether the run has tools or environments."""
         return bool(self.tools or self.environments)
 
-    def environment_of(self, agent_name: str) -> str:
-        """Returns the environment of a row by its `agent_name`; "": tools alone."""
+    def environment_for(self, agent_name: str) -> str:
+        """Name of the environment of a row, by its `agent_name`; "": tools alone."""
         only = next(iter(self.environments)) if len(self.environments) == 1 else ""
         name = agent_name or self.default or only
         return "" if name in (TOOLS_ALONE, SINGLE_TURN) else name
 
     def rules(self) -> Problems:
         for i, tool in enumerate(self.tools):
-            if tool not in READY_TOOLS and ":" not in tool:
-                known = ", ".join(READY_TOOLS)
+            if tool not in BUILTIN_TOOLS and ":" not in tool:
+                known = ", ".join(BUILTIN_TOOLS)
                 remedy = "or your own as 'package.module:function' or 'path/file.py:function'"
                 yield f"tools[{i}]", f"unknown tool {tool!r}; known: {known}; {remedy}"
         if len(set(self.tools)) < len(self.tools):

@@ -4,18 +4,27 @@ from collections.abc import Collection
 from typing import Annotated, Literal
 
 from jaxrl_llm.config import recipes
-from jaxrl_llm.config.ranges import Bound, Coefficient, Group, Name, Problems, Range, Real, Share
+from jaxrl_llm.config.validation import (
+    Bound,
+    Coefficient,
+    ConfigGroup,
+    Name,
+    Problems,
+    Range,
+    Real,
+    Share,
+)
 
-# Inputs of built-in advantages besides rewards; `algorithms/needs.py` checks a user's own.
+# Inputs of built-in advantages besides rewards; `algorithms/requirements.py` checks a user's own.
 _MODELS_READ = {"gae": ("values",), "remax": ("baselines",)}
 
 
 def is_import_path(name: str) -> bool:
-    """Returns whether `name` is a path to a function: `package.module:f` or `file.py:f`."""
+    """Whether `name` is a path to a function: `package.module:f` or `file.py:f`."""
     return ":" in name
 
 
-class PreferenceLossConfig(Group):
+class PreferenceLossConfig(ConfigGroup):
     """The loss of direct preference optimization (docs/jobs.md)."""
 
     loss: Literal["sigmoid", "robust", "ipo", "hinge"] = "sigmoid"
@@ -29,7 +38,7 @@ class PreferenceLossConfig(Group):
             yield "label_smoothing", message
 
 
-class AlgorithmConfig(Group):
+class AlgorithmConfig(ConfigGroup):
     """The choices of an algorithm; `recipe` names a published row of them."""
 
     recipe: Name = "grpo"
@@ -146,7 +155,7 @@ class AlgorithmConfig(Group):
                 yield "rejection_highs", f"{name} needs low <= high, got {low}, {high}"
 
     def advantage_rules(self, reads: Collection[str]) -> Problems:
-        """Yields settings that contradict the inputs of the advantage."""
+        """Yields settings that contradict the inputs of the advantage estimator."""
         if self.safe and "values" not in reads:
             yield "safe", "Safe-RLHF estimates reward and cost with critics; set advantage='gae'"
         if self.dynamic_sampling and "baselines" in reads:

@@ -1,4 +1,4 @@
-"""Converts config files to the typed config of a job, and back."""
+"""Conversion between config dicts and the typed config of a job."""
 
 import dataclasses
 import difflib
@@ -12,8 +12,8 @@ from ml_collections import config_dict as ml_config
 
 from jaxrl_llm.config.algorithm import AlgorithmConfig
 from jaxrl_llm.config.job import DPOConfig, JobConfig, RewardModelingConfig, RLConfig, SFTConfig
-from jaxrl_llm.config.ranges import Group
 from jaxrl_llm.config.recipes import RECIPES
+from jaxrl_llm.config.validation import ConfigGroup
 from jaxrl_llm.errors import ConfigError
 
 # The jobs, by the value of `config.job`.
@@ -22,7 +22,7 @@ JOBS = {"rl": RLConfig, "sft": SFTConfig, "dpo": DPOConfig, "reward_model": Rewa
 
 
 def default_config_dict(job: str = "rl") -> ml_config.ConfigDict:
-    """Returns every key of a job's config, for a config file to change.
+    """All keys of a job's config with their defaults, for a config file to change.
 
     Fields of `algorithm` are unset placeholders, because a recipe may set them. Groups of named
     entries (`rewards.functions`) are empty and take entries as dicts or ConfigDicts.
@@ -32,7 +32,7 @@ def default_config_dict(job: str = "rl") -> ml_config.ConfigDict:
 
 def _defaults(group: Any) -> ml_config.ConfigDict:
     hints = typing.get_type_hints(type(group))
-    # A wrong type raises nothing in the user's file; `from_config_dict` reports all of them.
+    # Not type safe: wrong types are reported together by `from_config_dict`.
     values = ml_config.ConfigDict(type_safe=False)
     for name, value in vars(group).items():
         if dataclasses.is_dataclass(value):
@@ -40,7 +40,7 @@ def _defaults(group: Any) -> ml_config.ConfigDict:
         elif isinstance(value, Mapping):
             values[name] = ml_config.ConfigDict()
         elif isinstance(group, AlgorithmConfig):
-            # The class of the values that the annotation allows.
+            # The type of the allowed values.
             origin, args = typing.get_origin(hints[name]), typing.get_args(hints[name])
             kind = type(args[0]) if origin is Literal else origin or hints[name]
             values[name] = ml_config.placeholder(kind)
@@ -50,7 +50,7 @@ def _defaults(group: Any) -> ml_config.ConfigDict:
 
 
 def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> JobConfig:
-    """Returns the typed, validated config of the job that `values` names; the default is RL.
+    """Builds the typed, validated config of the job named in `values`; the default is RL.
 
     A field that is missing or None takes the value of the recipe `algorithm.recipe`, then the
     default of its dataclass. ConfigError lists every problem: unknown fields, wrong types, values
@@ -69,7 +69,7 @@ def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> JobCon
 
 
 _INVALID: Any = object()
-# Values that had other names in earlier versions.
+# Values renamed since earlier versions: old to new.
 _RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
     "config.trainer.sampling": {"now": "sync", "ahead": "async"},
     "config.trainer.new_weights": {"finish": "drain", "read_again": "recompute"},
@@ -77,25 +77,25 @@ _RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
 
 
 def _build(default: Any, values: Any, path: str, errors: list[str]) -> Any:
-    """Returns a group with `values` over `default`, or `_INVALID` after reporting to `errors`."""
+    """Builds a group from `values` over `default`; `_INVALID` after appending to `errors`."""
     cls: Any = type(default)
     if not isinstance(values, (Mapping, ml_config.ConfigDict)):
         errors.append(f"{path}: expected a group of {cls.__name__} fields, got {values!r}")
         return _INVALID
     hints = typing.get_type_hints(cls)
     errors.extend(unknown_field(name, hints, path) for name in values if name not in hints)
-    given = {name: value for name, value in values.items() if value is not None}
+    settings = {name: value for name, value in values.items() if value is not None}
     if cls is AlgorithmConfig:
-        recipe = given.get("recipe", default.recipe)
-        given = {**(RECIPES.get(recipe, {}) if isinstance(recipe, str) else {}), **given}
+        recipe = settings.get("recipe", default.recipe)
+        settings = {**(RECIPES.get(recipe, {}) if isinstance(recipe, str) else {}), **settings}
     fields = vars(default).copy()
     for name, expected in hints.items():
         where = f"{path}.{name}"
         if dataclasses.is_dataclass(expected):
-            # Built even if not given, because a recipe may set its values.
-            fields[name] = _build(fields[name], given.get(name, {}), where, errors)
-        elif name in given:
-            fields[name] = _convert(expected, given[name], where, errors)
+            # Built even if unset, because a recipe may set its values.
+            fields[name] = _build(fields[name], settings.get(name, {}), where, errors)
+        elif name in settings:
+            fields[name] = _convert(expected, settings[name], where, errors)
     if any(value is _INVALID for value in fields.values()):
         return _INVALID
     built = cls(**fields)
@@ -104,15 +104,15 @@ def _build(default: Any, values: Any, path: str, errors: list[str]) -> Any:
 
 
 def _convert(expected: Any, value: Any, path: str, errors: list[str]) -> Any:
-    """Returns `value` converted to the annotation `expected`, or `_INVALID`."""
+    """Converts `value` to the annotated type; `_INVALID` after appending to `errors`."""
     origin, args = typing.get_origin(expected), typing.get_args(expected)
-    if isinstance(expected, type) and issubclass(expected, Group):
+    if isinstance(expected, type) and issubclass(expected, ConfigGroup):
         return _build(expected(), value, path, errors)
     if origin is Mapping and isinstance(value, (Mapping, ml_config.ConfigDict)):
-        given = {name: entry for name, entry in value.items() if entry is not None}
-        found = {n: _convert(args[1], v, f"{path}.{n}", errors) for n, v in given.items()}
-        valid = all(entry is not _INVALID for entry in found.values())
-        return types.MappingProxyType(found) if valid else _INVALID
+        entries = {name: entry for name, entry in value.items() if entry is not None}
+        converted = {n: _convert(args[1], v, f"{path}.{n}", errors) for n, v in entries.items()}
+        valid = all(entry is not _INVALID for entry in converted.values())
+        return types.MappingProxyType(converted) if valid else _INVALID
     if origin is tuple and isinstance(value, (tuple, list)):
         items = [_convert(args[0], v, f"{path}[{i}]", errors) for i, v in enumerate(value)]
         return _INVALID if any(item is _INVALID for item in items) else tuple(items)
@@ -134,7 +134,7 @@ def _convert(expected: Any, value: Any, path: str, errors: list[str]) -> Any:
             return float(value)
     elif type(value) is expected:
         return value
-    errors.append(f"{path}: expected {described(expected)}, got {value!r}")
+    errors.append(f"{path}: expected {type_description(expected)}, got {value!r}")
     return _INVALID
 
 
@@ -148,7 +148,7 @@ def _suggestion(value: Any, known: Sequence[Any]) -> str:
     return f"; did you mean {guess[0]!r}?" if guess else ""
 
 
-def described(expected: Any) -> str:
+def type_description(expected: Any) -> str:
     origin, args = typing.get_origin(expected), typing.get_args(expected)
     if origin is tuple:
         return f"a tuple of {args[0].__name__}"
@@ -158,7 +158,7 @@ def described(expected: Any) -> str:
 
 
 def to_dict(value: Any) -> Any:
-    """Returns a config as nested dicts for JSON: tuples become lists, infinities "inf", "-inf"."""
+    """Converts a config to nested dicts for JSON: tuples become lists, infinities "inf", "-inf"."""
     if dataclasses.is_dataclass(value):
         value = vars(value)
     if isinstance(value, Mapping):

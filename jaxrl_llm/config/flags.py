@@ -1,4 +1,4 @@
-"""The config of a command line: `--config=FILE` and `--config.key=value`, checked first."""
+"""Config flags: `--config=FILE` and `--config.key=value`, with early checks."""
 
 import dataclasses
 import difflib
@@ -15,75 +15,75 @@ from ml_collections import config_dict as ml_config
 from ml_collections import config_flags
 
 from jaxrl_llm.config import starters, yaml_file
-from jaxrl_llm.config.bridge import JOBS, default_config_dict, described, unknown_field
+from jaxrl_llm.config.bridge import JOBS, default_config_dict, type_description, unknown_field
 from jaxrl_llm.config.job import RLConfig
-from jaxrl_llm.config.ranges import Group
+from jaxrl_llm.config.validation import ConfigGroup
 from jaxrl_llm.errors import ConfigError
 
 
 def load(file: str) -> Any:
-    """Returns what a config file describes.
+    """Loads a config file, or a starter config by name.
 
-    That of a YAML file are its settings over the defaults; that of a Python file is the result of
-    its `get_config`, of which text after a colon is the argument. What is no file may be the name
-    of a starter config.
+    A YAML file gives settings over the defaults; a Python file the result of its `get_config`, to
+    which text after a colon is passed. Entries of named groups are completed with their defaults,
+    so that the command line can set every field.
 
-    Entries of named groups get the fields that the file leaves out, so that the command line can
-    set them. ConfigError, which names the line, if the file is missing or describes nothing.
+    Raises:
+      ConfigError: If the file is missing or defines no config; names the line.
     """
     path, *argument = file.split(":", 1)
-    if not os.path.isfile(path):  # names that no file can have raise no error here
+    if not os.path.isfile(path):  # `isfile` does not raise for impossible names
         starter = starters.find(path)
         if starter is None:
             raise ConfigError(f"--config: {path}: no such file; {starters.hint(path)}")
         path = str(starter)
     if path.endswith(yaml_file.SUFFIXES):
         values = _over_defaults(yaml_file.read(path))
-        _complete(values, _job(values))
+        _fill_entries(values, _job_class(values))
         return values
     try:
-        found = runpy.run_path(path, run_name="config_file")
-        values = found["get_config"](*argument) if "get_config" in found else None
+        namespace = runpy.run_path(path, run_name="config_file")
+        values = namespace["get_config"](*argument) if "get_config" in namespace else None
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"--config: {_origin(error, path)}; mend the file") from error
+        raise ConfigError(f"--config: {_error_with_line(error, path)}; mend the file") from error
     where = f"--config: {path}"
-    if "get_config" not in found:
+    if "get_config" not in namespace:
         raise ConfigError(f"{where}: has no function get_config(); see configs/grpo_tiny.py")
     if not isinstance(values, (dict, ml_config.ConfigDict)):
         raise ConfigError(f"{where}: get_config() returned {values!r}; return the config")
-    _complete(values, _job(values))
+    _fill_entries(values, _job_class(values))
     return values
 
 
-def _job(values: Any) -> Any:
+def _job_class(values: Any) -> Any:
     job = values.get("job")
     return JOBS.get(job, RLConfig) if isinstance(job, str) else RLConfig
 
 
-def _over_defaults(given: Mapping[str, Any]) -> ml_config.ConfigDict:
-    """Returns the defaults of a job with these values; unknown ones too, which are told later."""
-    job = given.get("job")
+def _over_defaults(settings: Mapping[str, Any]) -> ml_config.ConfigDict:
+    """Merges values into the defaults of a job; unknown keys are kept and reported later."""
+    job = settings.get("job")
     values = default_config_dict(job if isinstance(job, str) and job in JOBS else "rl")
 
-    def put(group: ml_config.ConfigDict, values: Mapping[str, Any]) -> None:
+    def merge(group: ml_config.ConfigDict, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             if "." in name:
                 top = name.partition(".")[0]
                 raise ConfigError(f"--config: {name!r} in the file: nest it, below `{top}:`")
             inner = group.get(name)
             if isinstance(value, dict) and isinstance(inner, ml_config.ConfigDict):
-                put(inner, value)
+                merge(inner, value)
             else:
                 # As in Python files, so that the command line can set lists.
                 group[name] = tuple(value) if isinstance(value, list) else value
 
     with values.unlocked():
-        put(values, given)
+        merge(values, settings)
     return values
 
 
-def _origin(error: BaseException, path: str) -> str:
-    """Returns file, line and text of an exception in a config file."""
+def _error_with_line(error: BaseException, path: str) -> str:
+    """File, line and message of an exception raised by a config file."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == path]
     if isinstance(error, SyntaxError) and error.filename:
@@ -93,18 +93,18 @@ def _origin(error: BaseException, path: str) -> str:
     return f"{path}{line}: {type(error).__name__}: {error}"
 
 
-def _complete(values: Any, cls: Any) -> None:
-    """Adds the defaults of their class to entries of named groups."""
+def _fill_entries(values: Any, cls: Any) -> None:
+    """Completes entries of named groups with the defaults of their class."""
     for name, hint in typing.get_type_hints(cls).items():
         group = values.get(name)
         if not isinstance(group, (dict, ml_config.ConfigDict)):
             continue
         if dataclasses.is_dataclass(hint):
-            _complete(group, hint)
+            _fill_entries(group, hint)
         elif typing.get_origin(hint) is Mapping:
             kind = typing.get_args(hint)[1]
             for entry in group.values():
-                if issubclass(kind, Group) and isinstance(entry, ml_config.ConfigDict):
+                if issubclass(kind, ConfigGroup) and isinstance(entry, ml_config.ConfigDict):
                     with entry.unlocked():
                         entry.update({**vars(kind()), **entry})
 
@@ -119,7 +119,7 @@ class _ConfigFile(flags.ArgumentParser):
 
 
 def unknown_overrides(argv: Sequence[str]) -> list[str]:
-    """Returns problems of `--config=FILE` and of the keys in `--config.key=value`."""
+    """Problems of `--config=FILE` and of the keys in `--config.key=value`."""
     match = re.search(r"^--?config[=\n](.+)$", "\n".join(argv), re.MULTILINE)
     try:
         values = load(match[1]) if match else {}
@@ -127,8 +127,8 @@ def unknown_overrides(argv: Sequence[str]) -> list[str]:
         return list(error.problems)
     errors: list[str] = []
     for argument in argv:
-        if found := re.match(r"--?(?:no)?config\.([^=]+)", argument):
-            errors.extend(_unknown_key(found[1].split("."), _job(values), values))
+        if override := re.match(r"--?(?:no)?config\.([^=]+)", argument):
+            errors.extend(_unknown_key(override[1].split("."), _job_class(values), values))
     return errors
 
 
@@ -149,20 +149,20 @@ def _unknown_key(parts: Sequence[str], expected: Any, values: Any) -> Iterator[s
                 return
             expected = typing.get_args(expected)[1]
         else:
-            yield f"{path}.{part}: {path} is {described(expected)} and has no fields"
+            yield f"{path}.{part}: {path} is {type_description(expected)} and has no fields"
             return
         values = values.get(part, {}) if hasattr(values, "get") else {}
         path = f"{path}.{part}"
 
 
 def define(name: str, values: flags.FlagValues, argv: Sequence[str]) -> None:
-    """Defines the flag of a config, and those of its keys that `argv` sets."""
+    """Defines the flag of a config and of those of its keys that `argv` sets."""
     config_flags.DEFINE_config_file(name, flag_values=values, sys_argv=list(argv))
     values[name].parser = _ConfigFile()
 
 
-def meant(argument: str, known: flags.FlagValues) -> str:
-    """Returns the problem of an argument that is not a flag, and the most similar flag."""
+def unknown_flag_message(argument: str, known: flags.FlagValues) -> str:
+    """Error message for an argument that is not a flag, with the most similar flag."""
     name, equals, value = argument.lstrip("-").partition("=")
     top, dot, key = name.partition(".")
     near = [top] if top in known else difflib.get_close_matches(top, list(known), n=1)

@@ -1,4 +1,4 @@
-"""The settings of every job, of RL, and of the jobs that learn from given answers."""
+"""Configs of the jobs: RL, SFT, DPO and reward modeling, with their common base."""
 
 import dataclasses
 import math
@@ -9,11 +9,15 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from jaxrl_llm.config import learner, warnings
 from jaxrl_llm.config.agent import AgentConfig
 from jaxrl_llm.config.algorithm import AlgorithmConfig, PreferenceLossConfig
+from jaxrl_llm.config.kv_cache_sizing import SequenceLengths
+from jaxrl_llm.config.logging_config import (
+    AlertsConfig,
+    CheckpointConfig,
+    MetricsConfig,
+    ProfilerConfig,
+)
 from jaxrl_llm.config.placement import MeshConfig, PlacementConfig
-from jaxrl_llm.config.ranges import INT32_MAX, Group, Problems, Range
-from jaxrl_llm.config.records import AlertsConfig, CheckpointConfig, MetricsConfig, ProfilerConfig
-from jaxrl_llm.config.room import Lengths
-from jaxrl_llm.config.samples import (
+from jaxrl_llm.config.rollout_data import (
     CurriculumConfig,
     DataConfig,
     DistillationConfig,
@@ -21,14 +25,15 @@ from jaxrl_llm.config.samples import (
     RewardsConfig,
     RolloutConfig,
 )
+from jaxrl_llm.config.validation import INT32_MAX, ConfigGroup, Problems, Range
 from jaxrl_llm.errors import ConfigError
 
 
-class JobConfig(Group):
-    """Settings of every job, and what of a job depends on which it is.
+class JobConfig(ConfigGroup):
+    """Settings common to all jobs, and the properties in which jobs differ.
 
-    Each subclass adds its own settings and the name of the job. Other modules ask these properties,
-    never the class.
+    Each subclass adds its own settings and the name of the job. Other modules use these properties
+    and never check the class.
     """
 
     job: str = ""
@@ -49,17 +54,17 @@ class JobConfig(Group):
     learns_from_samples = False
     # Whether rows may have images; pairs of answers have none.
     reads_images = False
-    # The setting that gives `sequences_per_update`.
+    # The setting behind `sequences_per_update`.
     update_size_setting = "trainer.batch_size"
 
     @property
     def trained_head(self) -> Literal["lm", "scalar"]:
-        """The head of the trained network: log-probs of tokens, or one score a sequence."""
+        """Head of the trained network: "lm" (token log-probs) or "scalar" (a score a sequence)."""
         return "lm"
 
     @property
     def trained_in_checkpoint(self) -> tuple[str, ...]:
-        """The keys that lead to the trained weights in a checkpoint's tree."""
+        """Path of the trained weights in a checkpoint's tree."""
         return ("params",)
 
     @property
@@ -79,34 +84,34 @@ class JobConfig(Group):
 
     @property
     def trains_vision_tower(self) -> bool:
-        """Whether the policy's vision tower learns."""
+        """Whether the policy's vision encoder is trained."""
         return self.reads_images and self.trainer.tower_learning_rate > 0
 
     @property
     def reference_folder(self) -> str | None:
-        """The folder of the frozen reference; "": the policy's first weights; None: none is used.
+        """Folder of the frozen reference model; "": the initial policy; None: the job has none.
 
-        In RL it is used if one of the functions reads it.
+        RL loads it only if one of the algorithm's functions reads it.
         """
         return None
 
     @property
     def supervised_router(self) -> learner.RouterLossConfig | None:
-        """Losses of routers while learning from given answers; None: there are none."""
+        """Router losses during supervised training; None for jobs without them."""
         return None
 
     @property
     def answers_prompts(self) -> bool:
-        """Whether evaluations beside the held-out loss sample answers, and score them."""
+        """Whether evaluations also sample and score responses, besides the held-out loss."""
         return False
 
     @property
     def step_contents(self) -> str:
-        """The rows of a step, for people: "32 rows"."""
+        """Size of a step in words: "32 rows"."""
         raise NotImplementedError
 
     def as_rl(self) -> "RLConfig":
-        """Returns the run of RL that would sample and score with the job's policy.
+        """An RL config that samples from and scores this job's policy, for evaluation.
 
         Raises:
           ConfigError: If the job trains no policy.
@@ -114,51 +119,51 @@ class JobConfig(Group):
         return self.require_rl()
 
     def require_rl(self) -> "RLConfig":
-        """Returns the config itself if it is of RL; raises ConfigError for another job."""
+        """This config if the job is RL; raises ConfigError otherwise."""
         raise ConfigError(f"config.job: {self.job!r} is not supported here; use a run of job='rl'")
 
     def with_value_defaults(self, values: Mapping[str, Any]) -> Self:
-        """Returns the config with defaults that depend on other values; `values` are the user's."""
+        """Fills in defaults that depend on other settings; `values` are those the user set."""
         return self
 
     @property
     def microbatch_tokens(self) -> int:
-        """Maximum tokens of a microbatch on a device; if not set, enough for one row."""
+        """Maximum tokens of a microbatch on a device; if unset, enough for one row."""
         return self.trainer.max_tokens_per_microbatch or max(16_384, self.max_sequence_tokens)
 
     @property
     def max_scored_tokens(self) -> int:
-        """Maximum tokens of a sequence that need log-probs; 0: not known."""
+        """Maximum tokens of a sequence that need log-probs; 0: unknown."""
         return 0
 
     @property
     def num_updates(self) -> int:
-        """Optimizer updates of the whole job; a schedule decays over them."""
+        """Number of optimizer updates of the job, the horizon of learning-rate schedules."""
         return self.trainer.num_steps
 
     @property
     def peak_learning_rates(self) -> dict[str, float]:
-        """The peak learning rate of all weights that are trained, by the path of its group."""
+        """Peak learning rates of all trained weights, keyed by config path."""
         return {"trainer.optimizer.learning_rate": self.trainer.optimizer.learning_rate}
 
     def warnings(self) -> Iterator[str]:
-        """Yields settings that have no effect in this job, or that would ruin it."""
+        """Yields warnings about settings that have no effect in this job or would ruin it."""
         yield from warnings.trainer_warnings(self.trainer)
         yield from warnings.precision_warnings(self.model, self.lora, self.peak_learning_rates)
 
 
-def _frozen_biases(router: learner.RouterLossConfig, lora: learner.LoraConfig) -> Problems:
+def _frozen_bias_problems(router: learner.RouterLossConfig, lora: learner.LoraConfig) -> Problems:
     if router.bias_rate and lora.rank:
         message = f"{router.bias_rate} moves weights that lora.rank={lora.rank} freezes"
         yield "router.bias_rate", f"{message}; set one of them to 0"
 
 
 class SupervisedConfig(JobConfig):
-    """A job on given answers; it evaluates on those of held-out rows."""
+    """Base of supervised jobs, which evaluate the loss on held-out rows."""
 
     trainer: learner.SupervisedTrainerConfig = learner.SupervisedTrainerConfig()
 
-    # Settings and groups of every job that have no effect in this one.
+    # Common settings and groups that have no effect in this job.
     unread = frozenset({
         "mesh.on_host", "trainer.shared_prompts", "metrics.rollouts_every",
         "metrics.rollout_tokens",
@@ -185,11 +190,11 @@ class SupervisedConfig(JobConfig):
 
     @property
     def has_held_out(self) -> bool:
-        """Whether there are rows that the job does not learn from."""
+        """Whether there are held-out rows."""
         return self.data.task in ("arithmetic", "stories", "products") or bool(self.data.eval_files)
 
     def rules(self) -> Problems:
-        yield from _frozen_biases(self.router, self.lora)
+        yield from _frozen_bias_problems(self.router, self.lora)
         if self.evaluation.every and not self.has_held_out:
             message = f"{self.evaluation.every}, but no rows are held out; name data.eval_files"
             yield "evaluation.every", f"{message}, or set it to 0"
@@ -203,9 +208,9 @@ class SupervisedConfig(JobConfig):
 
 
 class PolicyConfig(SupervisedConfig):
-    """A job on given answers that trains a policy; `evaluation.functions` score its own answers."""
+    """Base of supervised jobs that train a policy; `evaluation.functions` score its responses."""
 
-    rollout: RolloutConfig = RolloutConfig()  # of the evaluation
+    rollout: RolloutConfig = RolloutConfig()  # for the evaluation
 
     # The evaluation has its own.
     unread = SupervisedConfig.unread.union(
@@ -219,7 +224,7 @@ class PolicyConfig(SupervisedConfig):
 
     @property
     def answers_prompts(self) -> bool:
-        return self.evaluation.wanted and bool(self.evaluation.functions)
+        return self.evaluation.is_enabled and bool(self.evaluation.functions)
 
     def as_rl(self) -> "RLConfig":
         return RLConfig(
@@ -239,7 +244,7 @@ class PolicyConfig(SupervisedConfig):
 
 
 class SFTConfig(PolicyConfig):
-    """Supervised fine-tuning of the policy on given answers."""
+    """Supervised fine-tuning of the policy."""
 
     job: Literal["sft"] = "sft"
 
@@ -247,7 +252,7 @@ class SFTConfig(PolicyConfig):
 
 
 class DPOConfig(PolicyConfig):
-    """Direct preference optimization of the policy on pairs of a chosen and a rejected answer."""
+    """Direct preference optimization of the policy on pairs of chosen and rejected answers."""
 
     job: Literal["dpo"] = "dpo"
     reference: learner.ReferenceConfig = learner.ReferenceConfig()
@@ -261,7 +266,7 @@ class DPOConfig(PolicyConfig):
 
 
 class RewardModelingConfig(SupervisedConfig):
-    """Training of a reward model on pairs of a chosen and a rejected answer."""
+    """Training of a reward model on pairs of chosen and rejected answers."""
 
     job: Literal["reward_model"] = "reward_model"
 
@@ -280,7 +285,7 @@ Job = TypeVar("Job", bound=SupervisedConfig)
 
 
 class RLConfig(JobConfig):
-    """One run of reinforcement learning, with the stages before it."""
+    """A reinforcement learning run with the stages before it."""
 
     job: Literal["rl"] = "rl"
     curriculum: CurriculumConfig = CurriculumConfig()
@@ -311,7 +316,7 @@ class RLConfig(JobConfig):
 
     @property
     def max_staleness(self) -> int:
-        """Completed steps by which the weights of a token may be older than the learner's."""
+        """Maximum staleness: steps by which a token's weights may lag behind the learner's."""
         return self.trainer.max_staleness if self.trainer.sampling == "async" else 0
 
     @property
@@ -337,7 +342,7 @@ class RLConfig(JobConfig):
 
     @property
     def max_pair_tokens(self) -> int:
-        return 2 * self.max_sequence_tokens  # which is of one sequence in RL
+        return 2 * self.max_sequence_tokens  # in RL that is the limit of one sequence
 
     @property
     def step_contents(self) -> str:
@@ -348,9 +353,9 @@ class RLConfig(JobConfig):
         return self
 
     def with_value_defaults(self, values: Mapping[str, Any]) -> Self:
-        """Returns the config with importance weights where samples may be of other weights.
+        """Enables importance weights where samples may come from other weights.
 
-        Those are stale or rounded ones, and nothing else corrects for them.
+        That is the case for stale or quantized weights, unless another correction is set.
         """
         algorithm, differs = self.algorithm, self.max_staleness or self.rollout.is_rounded
         is_chosen = (values.get("algorithm") or {}).get("correction") is not None
@@ -360,10 +365,10 @@ class RLConfig(JobConfig):
         return dataclasses.replace(self, algorithm=algorithm)
 
     @property
-    def sampled_lengths(self) -> Lengths:
-        """Tokens of the longest sequences that are sampled together."""
+    def sampled_lengths(self) -> SequenceLengths:
+        """Maximum lengths of the sequences that are sampled together."""
         tokens = self.rollout.max_response_tokens, self.data.max_prompt_tokens
-        return Lengths(*tokens, self.algorithm.samples_per_prompt)
+        return SequenceLengths(*tokens, self.algorithm.samples_per_prompt)
 
     @property
     def max_scored_tokens(self) -> int:
@@ -376,14 +381,14 @@ class RLConfig(JobConfig):
         return bool(rewards.models or rewards.cost_models or self.distillation.teachers)
 
     @property
-    def judged_sources(self) -> frozenset[str]:
-        """Data sources whose rows environments judge; "*": all."""
+    def environment_sources(self) -> frozenset[str]:
+        """Data sources whose rows are scored by environments; "*": all."""
         return frozenset("*" if self.agent.environments else "")
 
     @property
-    def taught_sources(self) -> frozenset[str]:
-        """Data sources whose rows need no reward function: teachers or environments judge them."""
-        return self.distillation.data_sources | self.judged_sources
+    def sources_without_rewards(self) -> frozenset[str]:
+        """Data sources that need no reward function, because of teachers or environments."""
+        return self.distillation.data_sources | self.environment_sources
 
     @property
     def scorer_paths(self) -> list[str]:
@@ -395,7 +400,7 @@ class RLConfig(JobConfig):
 
     @property
     def evaluation_rewards(self) -> RewardsConfig:
-        """Rewards of held-out answers: `evaluation.functions`, or if empty those of RL."""
+        """Rewards of held-out responses: `evaluation.functions`, or those of training if empty."""
         if not (functions := self.evaluation.functions):
             return self.rewards
         return dataclasses.replace(
@@ -441,14 +446,14 @@ class RLConfig(JobConfig):
         if self.rollout.temperature == 0 and self.algorithm.samples_per_prompt > 1:
             message = "0 (greedy) makes all samples of a prompt the same; set it above 0"
             yield "rollout.temperature", message
-        yield from _frozen_biases(self.router, self.lora)
+        yield from _frozen_bias_problems(self.router, self.lora)
         if self.algorithm.safe and not (self.rewards.cost_functions or self.rewards.cost_models):
             message = "algorithm.safe needs a cost: add cost_models or cost_functions"
             yield "rewards.cost_models", message
-        yield from self._rules_of_teachers()
+        yield from self._teacher_rules()
         if self.agent.is_used and not self.data.chat_template:
             yield "data.chat_template", "episodes of several turns need one; set it to True"
-        if self.placement.balance_every and not self.trainer.is_free_ahead:
+        if self.placement.balance_every and not self.trainer.is_free_async:
             yield "placement.balance_every", "needs trainer.sampling='async' and schedule='free'"
         if self.agent.is_used and self.trainer.sampling == "async":
             message = "episodes with tools or environments are sampled in their step; use 'sync'"
@@ -456,7 +461,7 @@ class RLConfig(JobConfig):
         if self.agent.max_turn_tokens > self.rollout.max_response_tokens:
             message = f"{self.agent.max_turn_tokens} exceeds rollout.max_response_tokens="
             yield "agent.max_turn_tokens", f"{message}{self.rollout.max_response_tokens}"
-        reasons = {}  # why an alert with action "skip" can never skip an update in this run
+        reasons = {}  # alerts whose action "skip" can never skip an update in this run
         if self.algorithm.old_log_probs != "recompute":
             reasons["log_prob_difference"] = (
                 "old_log_probs='rollout' takes the engine's for the policy's own; use 'recompute'"
@@ -481,7 +486,7 @@ class RLConfig(JobConfig):
                     message = f"needs preference pairs; data.task={self.data.task!r} has none"
                     yield f"rewards.{group}.{name}.pairs", f"{message}, name files of them"
 
-    def _rules_of_teachers(self) -> Problems:
+    def _teacher_rules(self) -> Problems:
         if self.rewards.functions or self.rewards.models or self.agent.environments:
             return
         if not self.distillation.teachers:
@@ -490,7 +495,7 @@ class RLConfig(JobConfig):
         elif self.algorithm.dynamic_sampling:
             message = "drops groups of equal rewards, but the run has no reward; set it to False"
             yield "algorithm.dynamic_sampling", message
-        if self.evaluation.wanted and not self.evaluation.functions:
+        if self.evaluation.is_enabled and not self.evaluation.functions:
             message = "the run has no reward that could score held-out answers; name a function,"
             yield "evaluation.functions", f"{message} or set before, after and every to nothing"
 
@@ -525,14 +530,14 @@ class RLConfig(JobConfig):
             yield f"config.rewards: costs {costs} have no effect, algorithm.safe is off"
         if self.curriculum.choice and not self.data.shuffle:
             yield "config.data.shuffle: no effect, curriculum.choice says which prompts come"
-        yield from self._warnings_of_staleness()
+        yield from self._staleness_warnings()
         if self.rollout.is_rounded and not algorithm.corrects:
             message = "nothing corrects for samples of rounded weights or keys; use 'token'"
             yield f"config.algorithm.correction: 'none', {message}"
         if algorithm.old_log_probs == "rollout" and algorithm.correction != "none":
             yield "config.algorithm.correction: weights are all 1, old_log_probs is 'rollout'"
 
-    def _warnings_of_staleness(self) -> Iterator[str]:
+    def _staleness_warnings(self) -> Iterator[str]:
         trainer, default = self.trainer, learner.RLTrainerConfig()
         for name in ("max_staleness", "new_weights") if trainer.sampling == "sync" else ():
             if getattr(trainer, name) != getattr(default, name):
@@ -543,7 +548,7 @@ class RLConfig(JobConfig):
             yield f"config.algorithm.correction: 'none', {message}"
 
     def stage(self, stage: learner.StageConfig, job: type[Job], longest: int) -> Job:
-        """Returns a stage before RL as a job; `longest` is the maximum tokens of a sequence."""
+        """The job of a supervised stage before RL; `longest` is the maximum sequence length."""
         return job(
             seed=self.seed,
             model=self.model,

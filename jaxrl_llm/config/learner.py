@@ -2,13 +2,23 @@
 
 from typing import Annotated, Literal
 
-from jaxrl_llm.config.ranges import Count, Every, File, Folder, Group, Name, Problems, Range, Tokens
+from jaxrl_llm.config.validation import (
+    ConfigGroup,
+    Count,
+    Every,
+    File,
+    Folder,
+    Name,
+    Problems,
+    Range,
+    Tokens,
+)
 
 Width = Annotated[int, Range("[1, 16777216]")]
 
 
-class VisionConfig(Group):
-    """The tower of a random model that reads images; that of a folder is as the folder says."""
+class VisionConfig(ConfigGroup):
+    """Vision encoder of a randomly initialized model; that of a folder follows the folder."""
 
     hidden_size: Width = 64  # features of a patch
     num_layers: Annotated[int, Range("[1, 1024]")] = 2  # every other one sees the whole image
@@ -27,7 +37,7 @@ class VisionConfig(Group):
             yield "window_size", f"less than the {2 * self.patch_size} pixels of one token"
 
 
-class ModelConfig(Group):
+class ModelConfig(ConfigGroup):
     """The policy network: a Hugging Face folder, or random weights of a given shape."""
 
     path: Folder = ""  # folder with config.json and safetensors; "": random weights
@@ -64,7 +74,7 @@ class ModelConfig(Group):
     vocab_chunk: Tokens = 512  # tokens whose logits exist at the same time
 
     def rules(self) -> Problems:
-        yield from self._rules_of_words()
+        yield from self._word_rules()
         if self.num_heads % self.num_kv_heads:
             message = f"{self.num_kv_heads} does not divide num_heads={self.num_heads}"
             yield "num_kv_heads", message
@@ -76,7 +86,7 @@ class ModelConfig(Group):
         if self.attention == "cudnn" and self.compute_dtype != "bfloat16":
             yield "attention", "cuDNN attends in 16 bits; set compute_dtype='bfloat16' or 'auto'"
 
-    def _rules_of_words(self) -> Problems:
+    def _word_rules(self) -> Problems:
         if self.words and (self.path or self.tokenizer):
             yield "words", "only the built-in tokenizer has them; leave them out with a folder"
         for i, word in enumerate(self.words):
@@ -90,7 +100,7 @@ class ModelConfig(Group):
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-class LoraConfig(Group):
+class LoraConfig(ConfigGroup):
     """Low-rank adapters on a frozen policy (arXiv:2106.09685): W + alpha / rank * A B.
 
     All weights of a critic are trained.
@@ -116,7 +126,7 @@ class LoraConfig(Group):
             yield "targets", "names no projection; nothing would be trained"
 
 
-class OptimizerConfig(Group):
+class OptimizerConfig(ConfigGroup):
     """AdamW with warm-up, decay and clipping of the global gradient norm."""
 
     learning_rate: Annotated[float, Range("[0, 1000]")] = 1e-6
@@ -136,7 +146,7 @@ class OptimizerConfig(Group):
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
-class RouterLossConfig(Group):
+class RouterLossConfig(ConfigGroup):
     """Routers of networks with experts: what keeps experts evenly used.
 
     The coefficients are of losses over the tokens that a job learns from.
@@ -159,8 +169,13 @@ class RouterConfig(RouterLossConfig):
     # Tokens whose routes are not known: an error, or the router's own choice.
     missing_routes: Literal["error", "own"] = "error"
 
+    @property
+    def needs_rollout_routes(self) -> bool:
+        """Whether the engine reports the experts of each token."""
+        return self.replay in ("compare", "rollout")
 
-class CriticConfig(Group):
+
+class CriticConfig(ConfigGroup):
     """The value network; used by advantages that read `values`, such as `gae`."""
 
     # Hugging Face folder (one-label classifier or causal LM); "": the weights of the policy.
@@ -168,13 +183,13 @@ class CriticConfig(Group):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
 
 
-class ReferenceConfig(Group):
+class ReferenceConfig(ConfigGroup):
     """The frozen reference policy of the KL terms, and of direct preference optimization."""
 
     path: Folder = ""  # "": the weights of the policy at the start
 
 
-class TrainerConfig(Group):
+class TrainerConfig(ConfigGroup):
     """The number of steps, the microbatches and the optimizer."""
 
     num_steps: Count = 100
@@ -213,8 +228,8 @@ class RLTrainerConfig(TrainerConfig):
     layouts: tuple[str, ...] = ()
 
     @property
-    def is_free_ahead(self) -> bool:
-        """Whether samples come ahead of their step, by a schedule that nothing prescribes."""
+    def is_free_async(self) -> bool:
+        """Whether sampling is asynchronous without a replayed schedule."""
         return self.sampling == "async" and self.schedule == "free"
 
     def rules(self) -> Problems:
@@ -239,7 +254,7 @@ class SupervisedTrainerConfig(TrainerConfig):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
 
 
-class StageConfig(Group):
+class StageConfig(ConfigGroup):
     """A supervised job before RL: warm start of the policy, or training of reward models."""
 
     num_steps: Annotated[int, Range("[0, 2147483647]", "0: no such stage")] = 0

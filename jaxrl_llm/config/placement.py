@@ -1,13 +1,13 @@
-"""Devices of a run: the mesh, pools of devices, and the pool of each role.
+"""The mesh, pools of devices, and the pool of each role.
 
-Roles on the same pool run one after the other. Roles on different pools run at the same time.
+Roles on the same pool run one after the other, roles on different pools at the same time.
 """
 
 import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Annotated, Literal
 
-from jaxrl_llm.config.ranges import Group, Name, Problems, Range
+from jaxrl_llm.config.validation import ConfigGroup, Name, Problems, Range
 
 Axis = Annotated[int, Range("-1 or [1, 1000000]", "-1: the rest")]
 PoolAxis = Annotated[int, Range("-1 or [0, 1000000]", "-1: the rest, 0: as config.mesh")]
@@ -15,8 +15,8 @@ PoolAxis = Annotated[int, Range("-1 or [0, 1000000]", "-1: the rest, 0: as confi
 # "critic" means both critics of Safe-RLHF, "reward" all reward and cost models, and teachers.
 ROLES = ("policy", "critic", "reference", "reward", "rollout")
 
-# The roles of each pool. All pools have the same number of devices. A pool gets no devices if the
-# run has none of its roles.
+# The roles of each pool. All pools have the same number of devices; a pool without any role of the
+# run gets none.
 CHOICES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "colocate": (ROLES,),
     "split": (("policy", "reference", "rollout"), ("critic", "reward")),
@@ -26,15 +26,15 @@ CHOICES: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 
 # Keys that a run may change between two steps (`trainer.layouts`, `jaxrl_llm control`).
-CHANGEABLE = (
+LAYOUT_KEYS = (
     *(f"mesh.{axis}" for axis in ("data", "fsdp", "expert", "sequence", "tensor")),
     "mesh.rollout",
     "placement.choice",
 )
 
 
-class ProcessesConfig(Group):
-    """How the processes of a run find each other; flags of a command, not settings of a job."""
+class ProcessesConfig(ConfigGroup):
+    """Multi-process initialization; command-line flags, not settings of a job."""
 
     start: Literal["auto", "one", "addresses", "slurm", "jobset", "tpu", "openmpi"] = "auto"
     coordinator: Name = ""  # HOST:PORT of process 0
@@ -43,23 +43,24 @@ class ProcessesConfig(Group):
     process_id: Annotated[int, Range("[-1, 2147483647]")] = -1
 
 
-class MeshConfig(Group):
-    """Sizes of the mesh axes; one axis may be -1: all remaining devices."""
+class MeshConfig(ConfigGroup):
+    """Sizes of the mesh axes; one axis may be -1: the remaining devices."""
 
-    stage: Axis = 1  # layers, which microbatches pass one stage after another
+    stage: Axis = 1  # pipeline stages of layers
     data: Axis = 1
     fsdp: Axis = -1
-    expert: Axis = 1  # experts; what has none is split as by fsdp
+    expert: Axis = 1  # experts; other weights are split as by fsdp
     sequence: Axis = 1
     tensor: Axis = 1
-    # Times that a microbatch goes around all stages: more keep them busier, and send more.
+    # Interleaving: passes of a microbatch over all stages. More: a smaller bubble, more traffic.
     stage_rounds: Annotated[int, Range("[1, 1024]")] = 1
-    # Attention of rows that are split by length: all-to-all over heads, or ring attention.
+    # Attention of rows split by length (context parallelism): all-to-all over heads, or ring.
     sequence_attention: Literal["all_to_all", "ring"] = "all_to_all"
-    # How rollout weights are split: by the tensor axis, as in training, over all model axes, or
-    # not at all.
+    # Sharding of rollout weights: by the tensor axis, as in training, by all model axes, or none.
     rollout: Literal["tensor", "train", "all_tensor", "replicas"] = "tensor"
-    on_host: tuple[Name, ...] = ()  # in host memory between uses: "optimizer", "reference"
+    on_host: tuple[
+        Name, ...
+    ] = ()  # offloaded to host memory between uses: "optimizer", "reference"
 
     def rules(self) -> Problems:
         axes = "stage", "data", "fsdp", "expert", "sequence", "tensor"
@@ -73,10 +74,10 @@ class MeshConfig(Group):
             yield "on_host", f"unknown {sorted(unknown)}; known: 'optimizer', 'reference'"
 
 
-class PoolConfig(Group):
-    """A pool: its number of devices and its mesh; an axis of 0 has the size of `config.mesh`."""
+class PoolConfig(ConfigGroup):
+    """A pool of devices and its mesh; an axis of 0 has the size of `config.mesh`."""
 
-    devices: Axis = -1  # on all hosts together
+    devices: Axis = -1  # total over all hosts
     stage: PoolAxis = 0
     data: PoolAxis = 0
     fsdp: PoolAxis = 0
@@ -85,17 +86,17 @@ class PoolConfig(Group):
     tensor: PoolAxis = 0
 
 
-class PlacementConfig(Group):
-    """The devices of each role; "auto": the placement that is fastest by the plan."""
+class PlacementConfig(ConfigGroup):
+    """The devices of each role; "auto": the fastest placement according to the planner."""
 
     choice: Literal["colocate", "split", "hybrid", "standalone", "by_hand", "auto"] = "colocate"
     # Only for "by_hand": pools by name, and the pool of each role.
     pools: Mapping[str, PoolConfig] = dataclasses.field(default_factory=dict)
-    # Whether a pool has as many devices of each host, or hosts of its own, in the order of pools.
+    # Whether a pool takes equally many devices of each host, or whole hosts, in the order of pools.
     hosts: Literal["shared", "own"] = "shared"
     roles: Mapping[str, Name] = dataclasses.field(default_factory=dict)
-    # Steps of a run that samples ahead, after which devices move to the pool that the other waits
-    # for: of rollout, or of all other roles.
+    # Steps of an async run after which devices move between the rollout pool and the other pool, to
+    # the one that the other waits for.
     balance_every: Annotated[int, Range("[0, 2147483647]", "0: they stay")] = 0
 
     def rules(self) -> Problems:
@@ -126,10 +127,12 @@ class PlacementConfig(Group):
         if sum(pool.devices == -1 for pool in self.pools.values()) > 1:
             yield "pools", "at most one pool may have devices=-1 (the rest)"
 
-    def divided(self, used: Collection[str]) -> tuple[dict[str, PoolConfig], dict[str, str]]:
-        """Returns pools by name, and the pool of each role; the run has the roles in `used`.
+    def pools_and_roles(
+        self, used: Collection[str]
+    ) -> tuple[dict[str, PoolConfig], dict[str, str]]:
+        """Pools by name and the pool of each role, for a run with the roles in `used`.
 
-        Of a ready-made choice, each pool has `devices` -1: an equal share.
+        The pools of a predefined choice have `devices` -1, an equal share.
         """
         if self.choice == "by_hand":
             return dict(self.pools), dict(self.roles)

@@ -41,7 +41,7 @@ def find(name: str) -> pathlib.Path | None:
 
 
 def hint(name: str) -> str:
-    """What to do about a name that is neither a file nor a starter config."""
+    """Remedy for a name that is neither a file nor a starter config."""
     near = difflib.get_close_matches(pathlib.Path(name).stem, names(), n=1)
     about = f"did you mean the starter config {near[0]!r}? " if near else ""
     return f"{about}`jaxrl_llm configs` lists those that come with the package"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from jaxrl_llm.config.algorithm import AlgorithmConfig
 from jaxrl_llm.config.learner import LoraConfig, ModelConfig, TrainerConfig
-from jaxrl_llm.config.samples import RewardsConfig, RolloutConfig
+from jaxrl_llm.config.rollout_data import RewardsConfig, RolloutConfig
 
 # An update of AdamW is about the learning rate. A bfloat16 keeps 8 bits, so a weight of 0.02 or
 # more loses updates below 0.02 / 2**9 = 4e-5, and weights of 0.05 those below 1e-4.

@@ -17,7 +17,7 @@ SUFFIXES = (".yaml", ".yml", ".json")
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain values as YAML 1.2's core schema does; refuses a key that comes twice."""
+    """Resolves plain scalars by YAML 1.2's core schema; refuses duplicate keys."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # none of YAML 1.1  # noqa: RUF012
 
@@ -53,7 +53,7 @@ _BAD_YAML = (yaml.YAMLError, ValueError, RecursionError, LookupError, TypeError,
 
 
 def read(path: str) -> Mapping[str, Any]:
-    """Returns the mapping in a file.
+    """Reads the mapping in a YAML file.
 
     Raises:
       ConfigError: With the line, if it is no YAML, or holds no mapping.
@@ -73,7 +73,7 @@ def read(path: str) -> Mapping[str, Any]:
 
 
 def _values(content: str, is_json: bool) -> Any:
-    """The value of a YAML file, of which an object of JSON is one.
+    """Parses YAML, or JSON if the content is an object.
 
     Raises:
       yaml.YAMLError: If it is neither; with JSON's own reason where `is_json` and YAML's is a tab.
@@ -104,7 +104,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def scalar(text: str) -> bool | int | float | str:
-    """The value of one plain or quoted YAML text, e.g. of a setting on the command line.
+    """Parses one plain or quoted YAML scalar, such as a setting on the command line.
 
     >>> scalar("4"), scalar("split"), scalar("1e-5")
     (4, 'split', 1e-05)
@@ -123,12 +123,12 @@ def scalar(text: str) -> bool | int | float | str:
 
 
 def text(values: Mapping[str, Any]) -> str:
-    """Returns nested dicts, as `bridge.to_dict` makes them, as a file that `read` reads."""
+    """Dumps nested dicts of `bridge.to_dict` as YAML that `read` accepts."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads alike: a text that it would take for another thing is quoted."""
+    """Quotes every text that `_Loader` would resolve to another type."""
 
     yaml_implicit_resolvers = {  # of both versions, so that all readers agree
         first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, ()), *rows]

@@ -96,8 +96,8 @@ def guarded(
 
     No guards have, in an assistant's text, the end token at its very end and the marks of thinking
     and of calls: the model writes them itself; and tokens that the template puts in the place of an
-    image: `Pictures` refuses texts that spell them. In results of tools, tags that the template
-    writes around them (`</tool_response>`) get a space.
+    image: `ImagePreprocessor` refuses texts that spell them. In results of tools, tags that the
+      template writes around them (`</tool_response>`) get a space.
 
     Raises:
       DataError: If a text holds half of a surrogate pair, or values are nested too deep.
@@ -346,7 +346,7 @@ def _without_tags(message: dict[str, Any], tags: re.Pattern[str]) -> dict[str, A
     content = message.get("content")
     if message.get("role") in _SPEAKERS or not any(map(tags.search, _texts(content))):
         return message
-    return {**message, "content": _changed(content, lambda text: with_spaces(text, tags))}
+    return {**message, "content": _map_texts(content, lambda text: with_spaces(text, tags))}
 
 
 def _guarded_message(message: dict[str, Any], special: _SpecialPatterns) -> dict[str, Any]:
@@ -393,13 +393,13 @@ def _guarded_value(value: Any, guard: Callable[..., list[str]]) -> Any:
     return guard(value)[0] if isinstance(value, str) else value
 
 
-def _changed(content: Any, change: Callable[[str], str]) -> Any:
+def _map_texts(content: Any, change: Callable[[str], str]) -> Any:
     """A content with changed texts: one text, or parts."""
     if isinstance(content, str):
         return change(content)
     if isinstance(content, Mapping):
-        return {name: _changed(value, change) for name, value in content.items()}
-    return [_changed(part, change) for part in content] if isinstance(content, list) else content
+        return {name: _map_texts(value, change) for name, value in content.items()}
+    return [_map_texts(part, change) for part in content] if isinstance(content, list) else content
 
 
 def _is_text_part(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The exception of this folder, and the check of saved positions that raises it."""
+"""The exception of this folder, and the check of restored iterator states."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,11 +11,11 @@ class DataError(UserError, ValueError):
 
 
 def check_saved(what: str, state: Mapping[str, Any], mine: Mapping[str, Any], remedy: str) -> None:
-    """Raises a DataError if a saved state, read as JSON, has another value for one of `mine`."""
+    """Raises DataError if a saved state, read from JSON, differs from this run in one of `mine`."""
     for name, value in mine.items():
-        found = state.get(name)
-        if (tuple(found) if isinstance(found, list) else found) != value:
+        saved = state.get(name)
+        if (tuple(saved) if isinstance(saved, list) else saved) != value:
             raise DataError(
-                f"the saved {what} has {name}={found!r}, this run has {value!r}: {remedy}, or begin"
+                f"the saved {what} has {name}={saved!r}, this run has {value!r}: {remedy}, or begin"
                 " in an empty folder"
             )

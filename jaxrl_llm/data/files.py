@@ -1,4 +1,4 @@
-"""Rows of parquet, JSON and JSON lines files, and those of prompts in verl's schema, checked."""
+"""Readers of parquet, JSON and JSON lines files, and the check of prompt rows in verl's schema."""
 
 import codecs
 import collections
@@ -22,8 +22,8 @@ from jaxrl_llm.text import MAX_DEPTH, is_text, text_fault
 
 Row = dict[str, Any]
 
-# Rows that came from Python, by the name that stands for them among the files.
-given_rows: dict[str, Sequence[Any]] = {}
+# Rows passed from Python, keyed by the name that stands for them among the file paths.
+registered_rows: dict[str, Sequence[Any]] = {}
 
 _TOKEN = re.compile(
     r'(?P<text>"[^"\\]*(?:\\.[^"\\]*)*")(?P<colon>\s*:)?'
@@ -32,15 +32,17 @@ _TOKEN = re.compile(
 
 
 def read_rows(paths: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """Yields the origin `FILE, row N` and the content of each row, file after file.
+    """Yields the origin `FILE_NAME, row N` and the content of each row, file after file.
 
-    N counts from 1 and is the line number in a JSON lines file, whose blank lines are skipped. Of a
-    folder, all files in it and below are read, in the order of their names. A file that is missing,
-    empty, broken or unsupported, or a line that is no object, is a DataError.
+    N counts from 1 and is the line number in a JSON lines file, whose blank lines are skipped. A
+    folder is read recursively, its files sorted by name.
+
+    Raises:
+      DataError: If a file is missing, empty, broken or unsupported, or a line is not an object.
     """
-    for path in itertools.chain.from_iterable(map(files_in, paths)):
-        if path in given_rows:
-            for number, row in enumerate(given_rows[path], start=1):
+    for path in itertools.chain.from_iterable(map(data_files, paths)):
+        if path in registered_rows:
+            for number, row in enumerate(registered_rows[path], start=1):
                 where = f"{path}, row {number}"
                 yield where, as_row(row, where)
             continue
@@ -53,7 +55,7 @@ def read_rows(paths: Sequence[str]) -> Iterator[tuple[str, Row]]:
                 f"{path}: no such file; give a path from {pathlib.Path.cwd()}, or a whole one"
             )
         number = 0
-        with console.work(f"reading {path}"):
+        with console.show_progress(f"reading {path}"):
             for number, row in READERS[suffix](path):
                 where = f"{path}, row {number}"
                 yield where, as_row(row, where)
@@ -62,7 +64,7 @@ def read_rows(paths: Sequence[str]) -> Iterator[tuple[str, Row]]:
 
 
 def as_row(value: Any, where: str) -> Row:
-    """Returns a row as a dict of its own; a DataError that begins with `where` if it is none."""
+    """Copies a row into a dict; raises DataError, naming `where`, unless it is a mapping."""
     if not isinstance(value, Mapping):
         rule = f"must be a mapping of columns, got {type(value).__name__}"
         raise DataError(f"{where}: {rule}; write it as {{column: value}}")
@@ -73,73 +75,75 @@ def as_row(value: Any, where: str) -> Row:
 
 
 @contextlib.contextmanager
-def given(rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> Iterator[dict[str, str]]:
-    """Lets rows of splits be read like files; gives the names that stand for them, by split.
+def in_memory_rows(rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> Iterator[dict[str, str]]:
+    """Registers in-memory rows so that they are read like files; yields their names by split.
 
-    A list or tuple is not copied. Of another iterable all rows are kept in memory.
+    A list or tuple is not copied. Any other iterable is read into memory.
     """
     if "train" not in rows or set(rows) - {"train", "eval"}:
         raise DataError(f"rows: the splits are 'train' and, if wanted, 'eval', got {sorted(rows)}")
     names = {split: f"rows of {split}" for split in rows}
     try:
         for split, name in names.items():
-            found = rows[split]
-            if isinstance(found, (str, bytes)) or not isinstance(found, Iterable):
+            split_rows = rows[split]
+            if isinstance(split_rows, (str, bytes)) or not isinstance(split_rows, Iterable):
                 rule = "must be an iterable of mappings (dicts)"
-                raise DataError(f"{name}: {rule}, got {type(found).__name__}")
-            given_rows[name] = found if isinstance(found, (list, tuple)) else _listed(found)
-            if not given_rows[name]:
+                raise DataError(f"{name}: {rule}, got {type(split_rows).__name__}")
+            registered_rows[name] = (
+                split_rows if isinstance(split_rows, (list, tuple)) else _rows_in_memory(split_rows)
+            )
+            if not registered_rows[name]:
                 raise DataError(f"{name}: no rows; give some, or leave the split out")
         yield names
     finally:
         for name in names.values():
-            given_rows.pop(name, None)
+            registered_rows.pop(name, None)
 
 
-def _listed(rows: Iterable[Any]) -> list[Any]:
-    """The rows of an iterable; those of Hugging Face's Datasets come from Arrow."""
+def _rows_in_memory(rows: Iterable[Any]) -> list[Any]:
+    """Reads an iterable into a list, without the filler nulls of Hugging Face Datasets."""
     if not hasattr(rows, "features"):
         return list(rows)
     return [
-        {name: without_filling(value) for name, value in row.items()}
+        {name: without_arrow_nulls(value) for name, value in row.items()}
         if isinstance(row, Mapping)
         else row
         for row in rows
     ]
 
 
-def files_in(path: str) -> list[str]:
-    """Returns the files of known suffix in a folder and below, by name; of a file, itself."""
-    if path in given_rows or not pathlib.Path(path).is_dir():
+def data_files(path: str) -> list[str]:
+    """The supported files under a folder, sorted by name; a single file is returned as is."""
+    if path in registered_rows or not pathlib.Path(path).is_dir():
         return [path]
     below = sorted(pathlib.Path(path).rglob("*"))
-    found = [str(each) for each in below if each.suffix.lower() in READERS and each.is_file()]
-    if not found:
+    paths = [str(each) for each in below if each.suffix.lower() in READERS and each.is_file()]
+    if not paths:
         known = ", ".join(sorted(READERS))
         raise DataError(f"{path}: no files with rows in this folder; known: {known}")
-    return found
+    return paths
 
 
 def checked_row(
     row: Mapping[str, Any], where: str, prompt_column: str = "prompt", roles: Roles = NO_ALIASES
 ) -> Row:
-    """Returns the row in verl's schema with `prompt` as a list of messages.
+    """Converts a row to verl's schema with `prompt` as a list of messages.
 
-    Plain text becomes one message of the user. Without `reward_model` the `ground_truth` is None,
-    without `extra_info` that is empty. Other columns and other keys of `reward_model` go to
-    `extra_info`, where reward functions see them, under their names, or as `row/NAME` if it already
-    has the name. `roles` are aliases of roles in the prompt. Errors begin with `where`.
+    A plain text becomes one user message. A missing `reward_model` gives `ground_truth` None, a
+    missing `extra_info` an empty one. All other columns, and other keys of `reward_model`, are
+    copied into `extra_info` for reward functions: under their own names, or as `row/NAME` if the
+    name is taken. `roles` are aliases of roles in the prompt. Errors begin with `where`.
     """
     data_source = row.get("data_source")
     if not is_text(data_source) or not data_source:
         raise DataError(
             f"{where}: data_source must be a text that names the row's origin, got {data_source!r}"
         )
-    reward_model = _mapping(row, "reward_model", where)
+    reward_model = _mapping_column(row, "reward_model", where)
     ground_truth = reward_model.pop("ground_truth", None)
     used = {"data_source", prompt_column, "reward_model", "extra_info", "images"}
     others = {name: row[name] for name in row if name not in used} | {"reward_model": reward_model}
-    extra_info = _mapping(row, "extra_info", where)
+    extra_info = _mapping_column(row, "extra_info", where)
     for name, value in others.items():
         if value is not None and value != {}:
             extra_info[f"row/{name}" if name in extra_info else name] = value
@@ -153,7 +157,7 @@ def checked_row(
     }
 
 
-def _mapping(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
+def _mapping_column(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
     value = row.get(column)
     if value is None:
         return {}
@@ -162,16 +166,16 @@ def _mapping(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
     return dict(value)
 
 
-def without_filling(value: Any) -> Any:
-    """The value without the nulls that Arrow holds for keys that only other rows have.
+def without_arrow_nulls(value: Any) -> Any:
+    """Drops the nulls that Arrow fills in for keys that only other rows have.
 
-    Arrow has one set of keys for all rows of a column, so that a null there says nothing. JSON's
-    nulls are what somebody wrote, and stay.
+    A column of structs has one set of keys for all rows, so a null there means "absent". A null in
+    JSON was written on purpose and is kept.
     """
     if isinstance(value, Mapping):
-        return {key: without_filling(each) for key, each in value.items() if each is not None}
+        return {key: without_arrow_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):
-        return [without_filling(each) for each in value]
+        return [without_arrow_nulls(each) for each in value]
     return value
 
 
@@ -179,11 +183,11 @@ def _json_lines(path: str) -> Iterator[tuple[int, Any]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield number, row_of_line(line, f"{path}, row {number}")
+                yield number, parse_line(line, f"{path}, row {number}")
 
 
-def row_of_line(line: bytes, where: str) -> Any:
-    """Returns the value of a line of a JSON lines file; errors begin with `where`."""
+def parse_line(line: bytes, where: str) -> Any:
+    """Parses one line of a JSON lines file; errors begin with `where`."""
     try:
         return _json_value(line)
     except ValueError as error:
@@ -192,7 +196,7 @@ def row_of_line(line: bytes, where: str) -> Any:
 
 
 def _json_array(path: str) -> Iterator[tuple[int, Any]]:
-    """Yields the elements of the array that a file holds; a file of lines is read as such."""
+    """Yields the elements of a JSON array; a file with one object a line is read as JSON lines."""
     with open(path, "rb") as file:
         content = file.read()
     if not content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
@@ -207,55 +211,57 @@ def _json_array(path: str) -> Iterator[tuple[int, Any]]:
 
 
 def _json_value(line: bytes) -> Any:
-    """Returns the value of a line; a ValueError has column, reason and remedy.
+    """Parses JSON strictly; the ValueError of bad input has column, reason and remedy.
 
-    Refused are bytes that are not UTF-8 (a byte order mark is skipped), a key twice in one object,
-    numbers that no float holds, and brackets deeper than `MAX_DEPTH`.
+    Refuses bytes that are not UTF-8 (a byte order mark is skipped), duplicate keys in an object,
+    numbers beyond the range of a float, and nesting deeper than `MAX_DEPTH`.
     """
     try:
         text = line.decode("utf-8-sig").rstrip("\r\n")
     except UnicodeDecodeError as error:
         column = len(line[: error.start].decode(errors="replace")) + 1
         raise ValueError(f"in column {column}: {error.reason}; save the file as UTF-8") from error
-    if text.count("{") + text.count("[") > MAX_DEPTH and "deeper" in (fault := _fault(text)):
+    if text.count("{") + text.count("[") > MAX_DEPTH and "deeper" in (fault := _first_fault(text)):
         raise ValueError(fault)
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"in {_place(text, error.pos)}: {error.msg}") from error
+        raise ValueError(f"in {_position_text(text, error.pos)}: {error.msg}") from error
     except ValueError as error:
-        raise ValueError(_fault(text)) from error
+        raise ValueError(_first_fault(text)) from error
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         raise ValueError("a key twice")
-    return found
+    return mapping
 
 
-def _float(number: str) -> float:
+def _finite_float(number: str) -> float:
     if math.isinf(value := float(number)):
         raise ValueError("too large")
     return value
 
 
-# Its own functions raise a ValueError without a column; `_fault` finds the column.
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=int)
+# The hooks above raise a ValueError without a position; `_first_fault` finds it.
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique_keys, parse_float=_finite_float, parse_constant=int
+)
 
 
-def _place(text: str, position: int) -> str:
-    """Returns the column of a character, and its line if that is not the first."""
+def _position_text(text: str, position: int) -> str:
+    """Column of a character for error texts, with its line if that is not the first."""
     column = position - text.rfind("\n", 0, position)
     line = text.count("\n", 0, position) + 1
     return f"line {line}, column {column}" if line > 1 else f"column {column}"
 
 
-def _fault(text: str) -> str:
-    """Returns column, reason and remedy of the first thing that is JSON but refused here."""
+def _first_fault(text: str) -> str:
+    """Position, reason and remedy of the first construct that is valid JSON but refused here."""
     open_keys: list[set[str]] = []  # keys of each open bracket
     for token in _TOKEN.finditer(text):
-        word, at = token[0], f"in {_place(text, token.start())}: "
+        word, at = token[0], f"in {_position_text(text, token.start())}: "
         if token["opening"]:
             open_keys.append(set())
             if len(open_keys) > MAX_DEPTH:
@@ -280,20 +286,20 @@ def _fault(text: str) -> str:
 
 def _parquet(path: str) -> Iterator[tuple[int, Any]]:
     number = 0
-    with told(path), parquet.ParquetFile(path) as file:
-        check_names(path, file)
+    with read_errors(path), parquet.ParquetFile(path) as file:
+        check_column_names(path, file)
         batches = file.iter_batches()
         while True:
             where = f"{path}, after row {number}"
-            with told(where):
+            with read_errors(where):
                 if (batch := next(batches, None)) is None:
                     return
-            for row in rows_of(batch, where):
+            for row in batch_rows(batch, where):
                 number += 1
                 yield number, row
 
 
-def check_names(path: str, file: parquet.ParquetFile) -> None:
+def check_column_names(path: str, file: parquet.ParquetFile) -> None:
     """Raises a DataError if two columns of a parquet file have the same name."""
     for name, count in collections.Counter(file.schema_arrow.names).items():
         if count > 1:
@@ -301,8 +307,8 @@ def check_names(path: str, file: parquet.ParquetFile) -> None:
 
 
 @contextlib.contextmanager
-def told(where: str) -> Iterator[None]:
-    """Makes a DataError that begins with `where` of what reading a file raises."""
+def read_errors(where: str) -> Iterator[None]:
+    """Converts I/O and Arrow errors to DataErrors that begin with `where`."""
     try:
         yield
     except (pyarrow.ArrowException, OSError) as error:
@@ -311,12 +317,12 @@ def told(where: str) -> Iterator[None]:
         ) from error
 
 
-def rows_of(batch: pyarrow.RecordBatch | pyarrow.Table, where: str) -> list[Row]:
-    """Returns the rows of a part of a parquet file; errors begin with `where`."""
+def batch_rows(batch: pyarrow.RecordBatch | pyarrow.Table, where: str) -> list[Row]:
+    """Rows of a parquet record batch or table as dicts; errors begin with `where`."""
     columns = []
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
-            columns.append([without_filling(value) for value in column.to_pylist()])
+            columns.append([without_arrow_nulls(value) for value in column.to_pylist()])
         except (ValueError, OverflowError) as error:  # text of no UTF-8, times of no datetime
             raise DataError(
                 f"{where}, column {name!r} ({column.type}): {error}; write it as another type or"

@@ -1,4 +1,4 @@
-"""The columns of rows with answers: examples, and pairs of them, as dialogues."""
+"""Column layouts of SFT rows and preference pairs, read as dialogues."""
 
 import inspect
 import itertools
@@ -9,65 +9,68 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.masks import Dialogue, Messages
+from jaxrl_llm.data.loss_masks import Dialogue, Messages
 from jaxrl_llm.data.messages import NO_ALIASES, Roles, checked_messages, messages_in_text
 from jaxrl_llm.text import text_fault
 
 _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
-def example_of(
+def sft_dialogue(
     row: Mapping[str, Any], where: str, prompt_column: str = "prompt", roles: Roles = NO_ALIASES
 ) -> Dialogue:
-    """Returns the dialogue of `messages`, of a prompt with `completion`, or of ShareGPT's layout.
+    """Reads an SFT row: `messages`, a prompt with `completion`, or ShareGPT's layout.
 
-    `roles` are aliases of roles. ShareGPT's layout is the column `conversations`, and a `system`
-    message beside it.
+    `roles` are aliases of roles. ShareGPT's layout is the column `conversations` with an optional
+    column `system`.
     """
     if row.get("messages") is not None:
         messages = checked_messages(row["messages"], f"{where}: messages", roles=roles)
         return Dialogue(messages, 0, template_options(row, where), where)
     if row.get(prompt_column) is not None and row.get("completion") is not None:
-        return _continued(row, where, prompt_column, "completion", roles)
+        return _prompt_and_answer(row, where, prompt_column, "completion", roles)
     if row.get("conversations"):
         messages = checked_messages(row["conversations"], f"{where}: conversations", roles=roles)
         if row.get("system"):
             messages = [*checked_messages(row["system"], f"{where}: system", "system"), *messages]
         return Dialogue(messages, 0, template_options(row, where), where)
-    raise _unknown(row, where, f"messages, or {prompt_column} and completion")
+    raise _unknown_columns(row, where, f"messages, or {prompt_column} and completion")
 
 
-def pair_of(
+def preference_dialogues(
     row: Mapping[str, Any], where: str, prompt_column: str = "prompt", roles: Roles = NO_ALIASES
 ) -> tuple[Dialogue, Dialogue]:
-    """Returns the dialogues of `chosen` and `rejected`; `roles` are aliases of roles.
+    """Reads a preference row as the dialogues of `chosen` and `rejected`.
 
-    Both continue the prompt. Without one, or if they are lists of messages and the prompt a text
-    (which they then begin with), the prompt is what they begin with alike.
+    Both continue the prompt. Without a prompt, or if they are lists of messages and the prompt is a
+    text (with which they then begin), their common prefix is the prompt. `roles` are aliases.
     """
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if chosen is None or rejected is None:
-        raise _unknown(row, where, f"chosen and rejected, and {prompt_column}")
+        raise _unknown_columns(row, where, f"chosen and rejected, and {prompt_column}")
     texts = ("chosen", "rejected", prompt_column)
     decoded = {name: _decoded_messages(row.get(name), f"{where}: {name}") for name in texts}
     row = {**row, **decoded}
     lists = not isinstance(row["chosen"], str) and not isinstance(row["rejected"], str)
     if row.get(prompt_column) is None or (lists and isinstance(row[prompt_column], str)):
-        prompt, chosen, rejected = _split(row, where, roles)
+        prompt, chosen, rejected = _common_prefix(row, where, roles)
         row = {**row, prompt_column: prompt, "chosen": chosen, "rejected": rejected}
-    both = [_continued(row, where, prompt_column, name, roles) for name in ("chosen", "rejected")]
+    both = [
+        _prompt_and_answer(row, where, prompt_column, name, roles)
+        for name in ("chosen", "rejected")
+    ]
     return both[0], both[1]
 
 
 def template_options(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns what a row tells the chat template: its tools and its `chat_template_kwargs`."""
-    options = _decoded(row, "chat_template_kwargs", Mapping, "a mapping", where) or {}
+    """Template variables of a row: its tools and its `chat_template_kwargs`."""
+    options = _decoded_column(row, "chat_template_kwargs", Mapping, "a mapping", where) or {}
     if wrong := sorted(_RESERVED & set(options)):
         raise DataError(
             f"{where}: chat_template_kwargs must hold variables of the template, not {wrong[0]!r};"
             " leave it out"
         )
-    tools = _decoded(row, "tools", list, "a list of JSON schemas", where)
+    tools = _decoded_column(row, "tools", list, "a list of JSON schemas", where)
     for number, tool in enumerate(tools or (), start=1):
         if not isinstance(tool, Mapping):
             rule = f"must be a list of JSON schemas, tool {number} is {type(tool).__name__}"
@@ -75,7 +78,7 @@ def template_options(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {**options, "tools": tools} if tools else dict(options)
 
 
-def _decoded(row: Mapping[str, Any], column: str, kind: Any, rule: str, where: str) -> Any:
+def _decoded_column(row: Mapping[str, Any], column: str, kind: Any, rule: str, where: str) -> Any:
     value = row.get(column)
     if isinstance(value, str):
         try:
@@ -91,11 +94,11 @@ def _decoded(row: Mapping[str, Any], column: str, kind: Any, rule: str, where: s
 
 
 def _decoded_messages(value: Any, where: str) -> Any:
-    """A value, or the messages that it holds as JSON."""
+    """Decodes messages stored as JSON text; any other value is returned unchanged."""
     return (isinstance(value, str) and messages_in_text(value, where)) or value
 
 
-def _continued(
+def _prompt_and_answer(
     row: Mapping[str, Any], where: str, prompt_column: str, column: str, roles: Roles
 ) -> Dialogue:
     prompt = _decoded_messages(row[prompt_column], f"{where}: {prompt_column}")
@@ -107,27 +110,30 @@ def _continued(
     return Dialogue([*before, *after], len(before), options, where, text)
 
 
-def _split(row: Mapping[str, Any], where: str, roles: Roles) -> tuple[Messages, Messages, Messages]:
-    """Returns the messages that chosen and rejected begin with alike, and the rest of each."""
-    both = []
+def _common_prefix(
+    row: Mapping[str, Any], where: str, roles: Roles
+) -> tuple[Messages, Messages, Messages]:
+    """Splits two dialogues into their common prefix and the rest of each."""
+    dialogues = []
     for name in ("chosen", "rejected"):
         if isinstance(row[name], str):
             rule = "is a text, so that where its prompt ends is not known; add the column prompt"
             raise DataError(f"{where}: {name} {rule}, or write lists of messages")
-        both.append(checked_messages(row[name], f"{where}: {name}", roles=roles))
-    pairs = zip(*both, strict=False)
+        dialogues.append(checked_messages(row[name], f"{where}: {name}", roles=roles))
+    pairs = zip(*dialogues, strict=False)
     count = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    if both[0] == both[1] and count > 1 and both[0][-1]["role"] == "assistant":
+    if dialogues[0] == dialogues[1] and count > 1 and dialogues[0][-1]["role"] == "assistant":
         count -= 1  # equal answers are left out later, whatever their layout
-    if not 0 < count < min(map(len, both)):
+    if not 0 < count < min(map(len, dialogues)):
         raise DataError(
-            f"{where}: chosen and rejected begin with {count} equal messages of {len(both[0])} and"
-            f" {len(both[1])}; both must begin with the prompt and end with other answers"
+            f"{where}: chosen and rejected begin with {count} equal messages of"
+            f" {len(dialogues[0])} and {len(dialogues[1])}; both must begin with the prompt"
+            " and end with other answers"
         )
-    return both[0][:count], both[0][count:], both[1][count:]
+    return dialogues[0][:count], dialogues[0][count:], dialogues[1][count:]
 
 
-def _unknown(row: Mapping[str, Any], where: str, needed: str) -> DataError:
+def _unknown_columns(row: Mapping[str, Any], where: str, needed: str) -> DataError:
     names = sorted(name for name, value in row.items() if value is not None)
     hints: Sequence[tuple[set[str], str]] = (
         ({"chosen", "rejected"}, "these rows are for job='dpo' or 'reward_model'"),

@@ -1,4 +1,4 @@
-"""Tokenizers in GGUF files: lists of tokens, and the names of steps that llama.cpp has in code."""
+"""Tokenizers of GGUF files: token lists, plus the names of splits that llama.cpp has in code."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ def _words(digits: int) -> list[Any]:
 
 
 _GPT2 = [ByteLevel(add_prefix_space=False)]
-# How a text is split into words that no token crosses, by `tokenizer.ggml.pre`.
+# Pre-tokenizers by `tokenizer.ggml.pre`.
 _SPLITS: Mapping[str, list[Any]] = {
     "gpt-2": _GPT2,
     "smollm": [Digits(individual_digits=True), *_GPT2],
@@ -34,27 +34,26 @@ _SPLITS: Mapping[str, list[Any]] = {
 
 
 def from_fields(fields: Mapping[str, Any], where: str) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer that the fields of a GGUF file describe, with its chat template.
+    """Builds the tokenizer described by the fields of a GGUF file, with its chat template.
 
     Raises:
-      DataError: If there is none, it is incomplete or of a kind that is not known; begins with
-        `where`.
+      DataError: If it is missing, incomplete or of an unknown kind; begins with `where`.
     """
-    found = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items()}
-    kind, tokens = found.get("model"), found.get("tokens")
+    settings = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items()}
+    kind, tokens = settings.get("model"), settings.get("tokens")
     if kind not in _BACKENDS:
         known = ", ".join(_BACKENDS)
         raise DataError(f"{where}: tokenizer.ggml.model is {kind!r}, known: {known}; {_REMEDY}")
     if not isinstance(tokens, list) or len(set(tokens)) < len(tokens):
         raise DataError(f"{where}: tokenizer.ggml.tokens is no list of different texts; {_REMEDY}")
-    types = found.get("token_type") or [_NORMAL] * len(tokens)
+    types = settings.get("token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise DataError(f"{where}: {len(tokens)} tokens have {len(types)} types; {_REMEDY}")
 
     vocabulary = {text: i for i, text in enumerate(tokens) if types[i] != _UNUSED}
     special = {}
     for role, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
-        index = found.get(f"{key}_token_id")
+        index = settings.get(f"{key}_token_id")
         if index is not None and not 0 <= index < len(tokens):
             raise DataError(f"{where}: {key}_token_id is {index} of {len(tokens)} tokens")
         if index is not None:
@@ -62,7 +61,7 @@ def from_fields(fields: Mapping[str, Any], where: str) -> PreTrainedTokenizerFas
     if "eos_token" not in special:
         raise DataError(f"{where}: no end-of-sequence token, so no response could end; {_REMEDY}")
 
-    backend, begins = _BACKENDS[kind](found, vocabulary, where)
+    backend, begins = _BACKENDS[kind](settings, vocabulary, where)
     backend.add_tokens(
         [
             AddedToken(text, special=kind != _USER_DEFINED, normalized=False)
@@ -70,8 +69,8 @@ def from_fields(fields: Mapping[str, Any], where: str) -> PreTrainedTokenizerFas
             if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
         ]
     )
-    before = ["bos_token"] if found.get("add_bos_token", begins) else []
-    after = ["eos_token"] if found.get("add_eos_token", False) else []
+    before = ["bos_token"] if settings.get("add_bos_token", begins) else []
+    after = ["eos_token"] if settings.get("add_eos_token", False) else []
     _add_around(backend, [special[k] for k in before], [special[k] for k in after])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -82,21 +81,21 @@ def from_fields(fields: Mapping[str, Any], where: str) -> PreTrainedTokenizerFas
 
 
 def end_tokens(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the tokens that end a response: of the sequence, of a turn, of a message."""
+    """Ids of the tokens that end a response: end of sequence, of turn, of message."""
     ids = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     return tuple(dict.fromkeys(index for index in ids if index is not None))
 
 
 def _byte_level(
-    found: Mapping[str, Any], vocabulary: dict[str, int], where: str
+    settings: Mapping[str, Any], vocabulary: dict[str, int], where: str
 ) -> tuple[Tokenizer, bool]:
-    """Returns a tokenizer of bytes in words, as GPT-2's; whether texts begin with a token."""
-    split = str(found.get("pre"))
+    """A byte-level BPE tokenizer like GPT-2's, and whether texts begin with a BOS token."""
+    split = str(settings.get("pre"))
     if split not in _SPLITS:
         known = ", ".join(_SPLITS)
         raise DataError(f"{where}: tokenizer.ggml.pre is {split!r}, known: {known}; {_REMEDY}")
     llama3 = split == "llama-bpe"
-    pairs = [tuple(merge.split(" ", 1)) for merge in found.get("merges") or ()]
+    pairs = [tuple(merge.split(" ", 1)) for merge in settings.get("merges") or ()]
     backend = _bpe(where, vocab=vocabulary, merges=pairs, ignore_merges=llama3)
     backend.pre_tokenizer = pre_tokenizers.Sequence(_SPLITS[split])
     backend.decoder = decoders.ByteLevel()
@@ -104,26 +103,26 @@ def _byte_level(
 
 
 def _sentence_piece(
-    found: Mapping[str, Any], vocabulary: dict[str, int], where: str
+    settings: Mapping[str, Any], vocabulary: dict[str, int], where: str
 ) -> tuple[Tokenizer, bool]:
-    """Returns a tokenizer of characters and bytes as Llama 2's; texts begin with a token.
+    """A SentencePiece-style tokenizer like Llama 2's, with byte fallback; texts begin with BOS.
 
-    The file has scores in place of merges: of all pairs the one with the likeliest result is first.
+    The file has scores instead of merges: pairs merge in the order of the score of their result.
     """
-    scores = found.get("scores") or ()
-    if len(scores) != len(found["tokens"]):
-        problem = f"{len(found['tokens'])} tokens have {len(scores)} scores"
+    scores = settings.get("scores") or ()
+    if len(scores) != len(settings["tokens"]):
+        problem = f"{len(settings['tokens'])} tokens have {len(scores)} scores"
         raise DataError(f"{where}: {problem}; {_REMEDY}")
     pairs = [
-        (text[:cut], text[cut:])
-        for text in sorted(vocabulary, key=lambda text: -scores[vocabulary[text]])
-        for cut in range(1, len(text))
-        if text[:cut] in vocabulary and text[cut:] in vocabulary
+        (piece[:cut], piece[cut:])
+        for piece in sorted(vocabulary, key=lambda piece: -scores[vocabulary[piece]])
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocabulary and piece[cut:] in vocabulary
     ]
-    unknown = found["tokens"][found.get("unknown_token_id", 0)]
+    unknown = settings["tokens"][settings.get("unknown_token_id", 0)]
     options = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
     backend = _bpe(where, vocab=vocabulary, merges=pairs, **options)
-    prefix = "first" if found.get("add_space_prefix", True) else "never"
+    prefix = "first" if settings.get("add_space_prefix", True) else "never"
     backend.pre_tokenizer = Metaspace(prepend_scheme=prefix, split=False)
     strip = [decoders.Strip(" ", left=1)] if prefix == "first" else []
     parts = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip
@@ -143,7 +142,7 @@ def _bpe(where: str, **options: Any) -> Tokenizer:
 
 
 def _add_around(backend: Tokenizer, before: Sequence[str], after: Sequence[str]) -> None:
-    """Makes the tokenizer put tokens around a plain text; a chat template writes its own."""
+    """Adds tokens around a plain text; chat templates write their own."""
     if before or after:
         ids = [(text, backend.token_to_id(text)) for text in {*before, *after}]
         backend.post_processor = processors.TemplateProcessing(

@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a row: found before anything is trained on the rest.
+"""Detection of text that a chat template would drop from a row, before anything is trained.
 
 A template writes nothing for what it does not know: a role, a list of parts, tools, a second call.
 Whether a text is shown cannot be seen in the rendering alone (the answer "2" is in every date), so
@@ -26,7 +26,7 @@ from jaxrl_llm.data.messages import (
     joined_text,
     with_arguments,
 )
-from jaxrl_llm.data.tokenizer import Message, rendered
+from jaxrl_llm.data.tokenizer import Message, render_chat
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # of messages, beside the content
@@ -136,7 +136,7 @@ def _rendering(
     add_generation_prompt: bool,
 ) -> str:
     kwargs = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-    return str(rendered(tokenizer, messages, options, **kwargs))
+    return str(render_chat(tokenizer, messages, options, **kwargs))
 
 
 def _rendering_or_nothing(

@@ -1,4 +1,4 @@
-"""Mixtures: rows of several sources, drawn in shares that may move."""
+"""Mixtures of datasets: rows of several sources in given shares, which may change over time."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ T = TypeVar("T")
 Row = TypeVar("Row", covariant=True)
 
 
-class Cursor(Protocol[Row]):
-    """Endless rows with a position to save and restore."""
+class RowIterator(Protocol[Row]):
+    """An endless iterator of rows whose position can be saved and restored."""
 
     def take(self, count: int) -> tuple[Row, ...]: ...
     def get_state(self) -> dict[str, Any]: ...
@@ -20,10 +20,10 @@ class Cursor(Protocol[Row]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shares:
-    """How often rows of each source come, relative to the others.
+class MixtureSchedule:
+    """Sampling weights of the sources, as a schedule over the number of rows drawn.
 
-    The weights move in a line from `first` to `last` while `num_rows` rows are drawn; 0: they stay.
+    The weights move linearly from `first` to `last` over `num_rows` rows; 0: they are constant.
     """
 
     first: tuple[float, ...]
@@ -31,55 +31,55 @@ class Shares:
     num_rows: int
 
     @classmethod
-    def of(cls, config: DataConfig) -> "Shares":
-        """Returns the shares of `config.train_files`."""
+    def from_config(cls, config: DataConfig) -> "MixtureSchedule":
+        """The schedule of `config.train_files`."""
         first, last = config.train_weights, config.last_train_weights
         return cls(first, last or first, config.last_train_weights_after if last else 0)
 
-    def at(self, drawn: int) -> list[float]:
-        """Returns the shares after so many rows; they sum to 1."""
+    def shares_at(self, drawn: int) -> list[float]:
+        """Normalized shares after `drawn` rows."""
         moved = min(1.0, drawn / self.num_rows) if self.num_rows else 0.0
         weights = [a + (b - a) * moved for a, b in zip(self.first, self.last, strict=True)]
         return [weight / sum(weights) for weight in weights]
 
 
-class Mixed(Generic[T]):
-    """Rows of several sources. The next row is of the source that lacks most of its share.
+class MixedIterator(Generic[T]):
+    """Iterates over several sources; the next row comes from the one furthest behind its share.
 
     So no source is ever a whole row ahead of its share.
     """
 
-    def __init__(self, sources: Sequence[Cursor[T]], shares: Shares):
+    def __init__(self, sources: Sequence[RowIterator[T]], shares: MixtureSchedule):
         self._sources = sources
         self._shares = shares
         self._drawn = 0
-        self._lacking = [0.0] * len(sources)  # rows that each source is due
+        self._deficits = [0.0] * len(sources)  # rows by which each source is behind its share
 
     def take(self, count: int) -> tuple[T, ...]:
-        """Returns the next `count` rows and moves past them."""
+        """Draws the next `count` rows."""
         chosen = []
         for _ in range(count):
-            shares = self._shares.at(self._drawn)
-            due = [a + b for a, b in zip(self._lacking, shares, strict=True)]
-            # A source without a share is not drawn, whatever rounding makes of what it is due.
-            which = max((i for i, share in enumerate(shares) if share), key=due.__getitem__)
-            due[which] -= 1.0
-            self._lacking = due
+            shares = self._shares.shares_at(self._drawn)
+            deficits = [a + b for a, b in zip(self._deficits, shares, strict=True)]
+            # A source of share 0 is never drawn, whatever rounding leaves in its deficit.
+            which = max((i for i, share in enumerate(shares) if share), key=deficits.__getitem__)
+            deficits[which] -= 1.0
+            self._deficits = deficits
             self._drawn += 1
             chosen.append(which)
         rows = [iter(source.take(chosen.count(i))) for i, source in enumerate(self._sources)]
         return tuple(next(rows[which]) for which in chosen)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position; JSON can hold it."""
+        """The position as JSON-compatible state."""
         sources = [source.get_state() for source in self._sources]
         mixture = dataclasses.asdict(self._shares)
-        return {**mixture, "drawn": self._drawn, "lacking": self._lacking, "sources": sources}
+        return {**mixture, "drawn": self._drawn, "lacking": self._deficits, "sources": sources}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Moves to a position that `get_state` returned for the same sources and shares."""
+        """Restores a position that `get_state` returned for the same sources and shares."""
         remedy = "restore data.train_weights and what belongs to it"
         check_saved("mixture", state, dataclasses.asdict(self._shares), remedy)
-        self._drawn, self._lacking = state["drawn"], list(state["lacking"])
+        self._drawn, self._deficits = state["drawn"], list(state["lacking"])
         for source, position in zip(self._sources, state["sources"], strict=True):
             source.set_state(position)

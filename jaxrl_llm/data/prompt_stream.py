@@ -1,4 +1,4 @@
-"""The endless stream of training prompts: seeded passes, mixtures, or as a curriculum says."""
+"""The endless iterator of training prompts: seeded epochs, mixtures, or a curriculum."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,18 +6,18 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config import CurriculumConfig, DataConfig
-from jaxrl_llm.config.samples import NO_CURRICULUM
+from jaxrl_llm.config.rollout_data import NO_CURRICULUM
 from jaxrl_llm.data import curriculum as curriculum_lib
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.datasets import Dataset
-from jaxrl_llm.data.mixtures import Cursor, Mixed
+from jaxrl_llm.data.mixtures import MixedIterator, RowIterator
 from jaxrl_llm.data.streaming import StreamedRows
 from jaxrl_llm.data.streams import MixedRows, Stream
 from jaxrl_llm.types import Prompt, PromptBatch
 
 
 class PromptIterator:
-    """The training prompts: an endless stream in batches of any size, or as a curriculum says."""
+    """Endless training prompts in batches of any size, in seeded order or drawn by a curriculum."""
 
     def __init__(
         self,
@@ -27,9 +27,11 @@ class PromptIterator:
         curriculum: CurriculumConfig = NO_CURRICULUM,
     ):
         rows = dataset.rows or dataset.prompts
-        self.longest = dataset.longest  # tokens of the longest prompt; 0: not known
+        self.max_prompt_tokens = (
+            dataset.max_prompt_tokens
+        )  # length of the longest prompt in tokens; 0: unknown
         self._curricula: list[Curriculum] = []
-        self._cursor: Cursor[Prompt] = Stream(rows, seed, config.shuffle, config.num_workers)
+        self._cursor: RowIterator[Prompt] = Stream(rows, seed, config.shuffle, config.num_workers)
         if curriculum.choice:
             parts = rows.parts if isinstance(rows, MixedRows) else (rows,)
             self._curricula = [
@@ -39,25 +41,25 @@ class PromptIterator:
             ]
             self._cursor = self._curricula[0]
             if isinstance(rows, MixedRows):
-                self._cursor = Mixed(self._curricula, rows.shares)
+                self._cursor = MixedIterator(self._curricula, rows.shares)
 
-    def batch(self, num_prompts: int) -> PromptBatch:
-        """Returns the next prompts; a batch may span two passes."""
-        return PromptBatch(self._cursor.take(num_prompts), self.longest)
+    def next_batch(self, num_prompts: int) -> PromptBatch:
+        """Draws the next prompts; a batch may span two epochs."""
+        return PromptBatch(self._cursor.take(num_prompts), self.max_prompt_tokens)
 
     def learn(self, prompts: Sequence[Prompt], scores: Sequence[np.ndarray]) -> None:
-        """Takes the scores of the answers to each of these prompts of a batch."""
+        """Reports the scores of the responses to these prompts to the curriculum."""
         for curriculum in self._curricula:
             curriculum.learn(prompts, scores)
 
     def metrics(self) -> dict[str, float]:
-        """Returns what a curriculum knows of the prompts."""
+        """Metrics of the curriculum; empty without one."""
         return curriculum_lib.metrics(self._curricula) if self._curricula else {}
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position; JSON can hold it."""
+        """The position as JSON-compatible state."""
         return self._cursor.get_state()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state that `get_state` returned for the same prompts and config."""
+        """Restores a state that `get_state` returned for the same prompts and config."""
         self._cursor.set_state(state)

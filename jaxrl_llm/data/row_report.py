@@ -1,4 +1,4 @@
-"""What became of rows with answers: how many sequences they gave, and which were left out."""
+"""Statistics of loading rows with answers: sequences made of them, and rows left out."""
 
 import dataclasses
 import threading
@@ -12,12 +12,12 @@ from jaxrl_llm.data.tasks import Split
 class RowReport:
     """Counts rows as they are read, and logs the counts.
 
-    Rows of memory are reported once, by `log`. Streamed rows are reported after 1, 2, 4, 8, ...
-    rows, as far as they are unusual.
+    In-memory rows are reported once, by `log`. Streamed rows are reported after 1, 2, 4, 8, ...
+    rows if there is anything unusual.
     """
 
     split: Split
-    noun: str  # of what rows give: "sequences", "pairs"
+    noun: str  # "sequences" or "pairs", for the texts
     reports_progress: bool = False
     num_rows: int = 0
     num_sequences: int = 0
@@ -28,7 +28,7 @@ class RowReport:
 
     @property
     def only_reason(self) -> str:
-        """Why no row is left, if it is not their length."""
+        """The reason why no row is left, if it is not their length."""
         if not self.num_equal or self.num_long:
             return ""
         return "have a chosen answer that equals the rejected one; correct them"
@@ -36,7 +36,7 @@ class RowReport:
     def count(
         self, *, num_sequences: int, num_long: int = 0, num_equal: int = 0, num_rewritten: int = 0
     ) -> None:
-        """Counts one more row, and what became of it."""
+        """Counts one row and the sequences made of it."""
         with self._lock:  # threads read ahead
             self.num_rows += 1
             self.num_sequences += num_sequences
@@ -47,7 +47,7 @@ class RowReport:
                 self.log()
 
     def log(self) -> None:
-        """Logs how many sequences the rows gave, if not one each, and warns of what is lost."""
+        """Logs the number of sequences if it is not one per row, and warns about dropped rows."""
         rows = f"{self.split} split: {self.num_rows} rows"
         so_far = " so far" if self.reports_progress else ""
         total = self.num_sequences + self.num_long + self.num_equal

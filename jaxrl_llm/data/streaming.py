@@ -1,9 +1,9 @@
-"""Rows of files that need not fit in memory, read piece by piece.
+"""Streaming datasets: rows of files that need not fit in memory, with a window shuffle.
 
-A piece is a row group of a parquet file, about 8 MB of lines of a JSON lines file, or some of the
-rows that came from Python. A pass takes the pieces in a random order, a window of them at a time,
-and the rows of a window in a random order. The order depends on the files and the seed alone, not
-on the number of processes: each reads its share of the pieces of a window, and all get all rows.
+A piece is a row group of a parquet file, about 8 MB of lines of a JSON lines file, or a slice of
+in-memory rows. An epoch visits the pieces in random order, a window of them at a time, and shuffles
+the rows within a window. The order depends only on the files and the seed, not on the number of
+processes: each reads its share of the pieces of a window, and all get all rows.
 """
 
 import bisect
@@ -21,86 +21,91 @@ import numpy as np
 from pyarrow import parquet
 
 from jaxrl_llm import console
-from jaxrl_llm.data import files, rows_as_text
+from jaxrl_llm.data import files, row_json
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.files import Row
-from jaxrl_llm.sharding import hosts
+from jaxrl_llm.sharding import multihost
 
 T = TypeVar("T")
 Row_co = TypeVar("Row_co", covariant=True)
 U = TypeVar("U")
 
-_WINDOW_BYTES = 64 << 20  # of pieces that are shuffled together, as they lie in the files
-_LINES_BYTES = 8 << 20  # of a piece of a JSON lines file
-_GIVEN_ROWS = 10_000  # of a piece of rows from Python
-_LARGE_BYTES = 1 << 30  # a row group that is larger is reported
+_WINDOW_BYTES = 64 << 20  # size on disk of the pieces shuffled together
+_LINES_BYTES = 8 << 20  # size of a piece of a JSON lines file
+_MEMORY_ROWS = 10_000  # rows of a piece of in-memory rows
+_LARGE_BYTES = 1 << 30  # larger row groups are reported
 
 logger = logging.getLogger(__name__)
 
 
-class Piece(NamedTuple):
-    """Some rows of a file, side by side."""
+class FileRange(NamedTuple):
+    """A contiguous range of rows of a file, read as a unit."""
 
     path: str
-    start: int  # row group, byte, or row from Python
-    first: int  # row of the file, or line, from 0
-    num_rows: int  # blank lines count
+    start: int  # row group, byte offset, or index of an in-memory row
+    first: int  # number of its first row or line in the file, from 0
+    num_rows: int  # including blank lines
     num_bytes: int
 
 
-# made(row, where, index): the sequences that a row gives, in order; none leaves the row out.
-Made = Callable[[Row, str, int], Sequence[T]]
+# made(row, where, index): the sequences made of a row, in order; none leaves the row out.
+MakeSequences = Callable[[Row, str, int], Sequence[T]]
 
 
 class StreamedRows(Generic[Row_co]):
-    """The rows of files, or folders of them, each made when it is asked for.
+    """The rows of files or folders, each processed when it is drawn.
 
-    `made` returns the sequences that a row, its origin and its number become, none to leave it out.
-    `longest` is the maximum tokens of one, and `rule` says why rows are left out.
+    `make_sequences` turns a row, its origin and its number into sequences, none to leave it out.
+    `max_tokens` is their maximum length in tokens; `rule` completes the error if all rows are left
+    out.
     """
 
-    def __init__(self, paths: Sequence[str], made: Made[Row_co], longest: int, rule: str):
-        names = list(itertools.chain.from_iterable(map(files.files_in, paths)))
-        # Each process looks at its part of the files.
-        mine = lambda: [list(_pieces(names[i])) for i in hosts.own_part(len(names))]  # noqa: E731
-        with console.work("looking through the files"):
-            of_files = itertools.chain.from_iterable(hosts.together(mine))
-            self.pieces = [Piece(*piece) for pieces in of_files for piece in pieces]
-        self.made = made
-        self.longest = longest
+    def __init__(self, paths: Sequence[str], made: MakeSequences[Row_co], longest: int, rule: str):
+        names = list(itertools.chain.from_iterable(map(files.data_files, paths)))
+        # Each process scans its part of the files.
+        local_pieces = lambda: [list(_pieces(names[i])) for i in multihost.local_rows(len(names))]  # noqa: E731
+        with console.show_progress("looking through the files"):
+            of_files = itertools.chain.from_iterable(multihost.run_on_all_hosts(local_pieces))
+            self.pieces = [FileRange(*piece) for pieces in of_files for piece in pieces]
+        self.make_sequences = made
+        self.max_tokens = longest
         self.rule = rule
 
     def __len__(self) -> int:
         return sum(piece.num_rows for piece in self.pieces)
 
     def map(self, change: Callable[[Row_co], U | None]) -> "StreamedRows[U]":
-        """Returns the same rows, each sequence changed when it is asked for; None leaves it out."""
-        found: Any = copy.copy(self)
+        """The same rows with `change` applied to each sequence when it is drawn; None drops it."""
+        mapped: Any = copy.copy(self)
 
-        def made(row: Row, where: str, index: int) -> tuple[U, ...]:
-            changed = map(change, self.made(row, where, index))
+        def make_changed(row: Row, where: str, index: int) -> tuple[U, ...]:
+            changed = map(change, self.make_sequences(row, where, index))
             return tuple(sequence for sequence in changed if sequence is not None)
 
-        found.made = made
-        return found
+        mapped.make_sequences = make_changed
+        return mapped
 
     def first(self, count: int) -> list[Row_co]:
-        """Returns the sequences of the first rows of the first piece, in order."""
-        table, piece = _read(self.pieces[0]), self.pieces[0]
+        """The sequences of the first `count` rows of the first piece."""
+        table, piece = _piece_content(self.pieces[0]), self.pieces[0]
         rows = (self._row(piece, table, i, i) for i in range(min(count, piece.num_rows)))
         return list(itertools.chain.from_iterable(rows))
 
-    def _row(self, piece: Piece, content: Any, offset: int, index: int) -> tuple[Row_co, ...]:
+    def _row(self, piece: FileRange, content: Any, offset: int, index: int) -> tuple[Row_co, ...]:
         where = f"{piece.path}, row {piece.first + offset + 1}"
-        row = _READERS[_kind(piece.path)].row(content, offset, where)
-        return () if row is None else tuple(self.made(files.as_row(row, where), where, index))
+        row = _FORMATS[_suffix(piece.path)].row(content, offset, where)
+        return (
+            ()
+            if row is None
+            else tuple(self.make_sequences(files.as_row(row, where), where, index))
+        )
 
 
-class Passes(Generic[T]):
-    """Endless passes over streamed rows, by position: a random-access source for Grain.
+class EpochSource(Generic[T]):
+    """Endless epochs over streamed rows as a random-access data source for Grain.
 
-    An entry is whether this process made the row, and its sequences; none was left out. `windows`
-    are held in memory at the same time: more than one where threads read ahead.
+    An entry is (whether this process made the row, its sequences). `windows` is the number of
+    windows held in memory at a time: more than one where threads prefetch.
     """
 
     def __init__(self, rows: StreamedRows[T], seed: int, shuffle: bool, windows: int = 1):
@@ -109,10 +114,10 @@ class Passes(Generic[T]):
         self._seed = seed
         self._shuffle = shuffle
         sizes = [piece.num_rows for piece in rows.pieces]
-        self._indices = [0, *itertools.accumulate(sizes)]  # of the first row of each piece
-        self._most = windows
-        self._order: tuple[int, list[list[int]], list[int]] = (-1, [], [])
-        self._open: dict[tuple[int, int], _Window] = {}
+        self._indices = [0, *itertools.accumulate(sizes)]  # index of the first row of each piece
+        self._max_windows = windows
+        self._epoch_order: tuple[int, list[list[int]], list[int]] = (-1, [], [])
+        self._open_windows: dict[tuple[int, int], _Window] = {}
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -122,70 +127,71 @@ class Passes(Generic[T]):
         with self._lock:
             window, offset = self._window(position)
             piece, row = window.places[offset]
-            mine = bool(window.in_pass[piece] % jax.process_count() == jax.process_index())
+            is_local = bool(window.in_pass[piece] % jax.process_count() == jax.process_index())
             number = window.pieces[piece]
-            found = self._rows.pieces[number]
-            if mine and piece not in window.contents:
-                window.contents[piece] = _read(found)
-        if not mine:
+            piece_info = self._rows.pieces[number]
+            if is_local and piece not in window.contents:
+                window.contents[piece] = _piece_content(piece_info)
+        if not is_local:
             return False, ()
         index = self._indices[number] + int(row)
-        return True, self._rows._row(found, window.contents[piece], int(row), index)
+        return True, self._rows._row(piece_info, window.contents[piece], int(row), index)
 
     def _window(self, position: int) -> tuple["_Window", int]:
-        """Returns the window of a position, and where in it that is."""
-        number, place = divmod(position, self._length)
-        if self._order[0] != number:
+        """The window that holds a position, and the offset in it."""
+        epoch, place = divmod(position, self._length)
+        if self._epoch_order[0] != epoch:
             pieces = self._rows.pieces
-            draw = np.random.default_rng((self._seed, number))
+            draw = np.random.default_rng((self._seed, epoch))
             order = draw.permutation(len(pieces)) if self._shuffle else np.arange(len(pieces))
             windows = list(_windows(pieces, order.tolist()))
             counts = (sum(pieces[i].num_rows for i in window) for window in windows)
-            self._order = number, windows, [0, *itertools.accumulate(counts)]
-        _, windows, ends = self._order
-        which = bisect.bisect_right(ends, place) - 1
-        if (number, which) not in self._open:
-            while len(self._open) >= self._most:
-                del self._open[next(iter(self._open))]
-            sizes = [self._rows.pieces[i].num_rows for i in windows[which]]
+            self._epoch_order = epoch, windows, [0, *itertools.accumulate(counts)]
+        _, windows, ends = self._epoch_order
+        index = bisect.bisect_right(ends, place) - 1
+        if (epoch, index) not in self._open_windows:
+            while len(self._open_windows) >= self._max_windows:
+                del self._open_windows[next(iter(self._open_windows))]
+            sizes = [self._rows.pieces[i].num_rows for i in windows[index]]
             of_rows = [np.arange(size, dtype=np.int32) for size in sizes]
             of_pieces = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
             places = np.stack([of_pieces, np.concatenate(of_rows)], axis=1)
             if self._shuffle:
-                np.random.default_rng((self._seed, number, which)).shuffle(places)
-            first = sum(len(window) for window in windows[:which])
+                np.random.default_rng((self._seed, epoch, index)).shuffle(places)
+            first = sum(len(window) for window in windows[:index])
             in_pass = range(first, first + len(sizes))
-            self._open[number, which] = _Window(windows[which], in_pass, places, {})
-        return self._open[number, which], place - ends[which]
+            self._open_windows[epoch, index] = _Window(windows[index], in_pass, places, {})
+        return self._open_windows[epoch, index], place - ends[index]
 
 
 class _Window(NamedTuple):
-    pieces: list[int]  # their numbers
-    in_pass: range  # their places in the order of the pass
+    pieces: list[int]  # numbers of the pieces
+    in_pass: range  # ranks of the pieces in the order of the epoch
     places: np.ndarray  # [rows, 2]: piece of the window, row of the piece
-    contents: dict[int, Any]  # of the pieces that were read
+    contents: dict[int, Any]  # by index in `pieces`, of those read so far
 
 
-def agreed(take: Callable[[], Iterable[tuple[bool, Any]]]) -> list[Any]:
-    """Returns the sequences of each row of the entries that `take` gives.
+def gather_rows(take: Callable[[], Iterable[tuple[bool, Any]]]) -> list[Any]:
+    """Gathers the sequences of each row of `take()` from all processes.
 
-    All processes must call it, with the same positions; each gives the rows that it made.
+    A collective: all processes must call it with the same positions; each contributes the rows that
+    it made.
     """
 
-    def mine() -> str:
-        made = {i: row for i, (is_mine, row) in enumerate(take()) if is_mine}
-        return rows_as_text.written(made)
+    def local_rows() -> str:
+        rows = {i: row for i, (is_mine, row) in enumerate(take()) if is_mine}
+        return row_json.serialize(rows)
 
     if jax.process_count() == 1:
         return [row for _, row in take()]
-    found: dict[int, Any] = {}
-    for text in hosts.together(mine):
-        found |= rows_as_text.read(text)
-    return [found[i] for i in range(len(found))]
+    gathered: dict[int, Any] = {}
+    for text in multihost.run_on_all_hosts(local_rows):
+        gathered |= row_json.deserialize(text)
+    return [gathered[i] for i in range(len(gathered))]
 
 
-def _windows(pieces: Sequence[Piece], order: Sequence[int]) -> Iterator[list[int]]:
-    """Yields the pieces that are open at the same time: one, or more while they are small."""
+def _windows(pieces: Sequence[FileRange], order: Sequence[int]) -> Iterator[list[int]]:
+    """Groups pieces into windows of at most `_WINDOW_BYTES`, or of one larger piece."""
     window: list[int] = []
     num_bytes = 0
     for i in order:
@@ -197,19 +203,19 @@ def _windows(pieces: Sequence[Piece], order: Sequence[int]) -> Iterator[list[int
     yield window
 
 
-def _pieces(path: str) -> Iterator[Piece]:
-    """Yields the pieces of a file; a DataError if it cannot be read in pieces or has no row."""
-    found = [piece for piece in _READERS[_kind(path)].pieces(path) if piece.num_rows]
-    if not found:
+def _pieces(path: str) -> Iterator[FileRange]:
+    """Yields the pieces of a file; raises DataError if it cannot be streamed or has no rows."""
+    pieces = [piece for piece in _FORMATS[_suffix(path)].pieces(path) if piece.num_rows]
+    if not pieces:
         raise DataError(f"{path}: no rows in this file; leave it out, or save it again")
-    yield from found
+    yield from pieces
 
 
-def _kind(path: str) -> str:
-    if path in files.given_rows:
+def _suffix(path: str) -> str:
+    if path in files.registered_rows:
         return ""
     suffix = pathlib.Path(path).suffix.lower()
-    if not suffix or suffix not in _READERS:
+    if not suffix or suffix not in _FORMATS:
         raise DataError(
             f"{path}: data.stream reads .parquet and .jsonl files; write it as one of these, or set"
             " data.stream=False"
@@ -219,57 +225,57 @@ def _kind(path: str) -> str:
     return suffix
 
 
-def _read(piece: Piece) -> Any:
-    return _READERS[_kind(piece.path)].content(piece)
+def _piece_content(piece: FileRange) -> Any:
+    return _FORMATS[_suffix(piece.path)].content(piece)
 
 
-def _row_groups(path: str) -> Iterator[Piece]:
-    with files.told(path), parquet.ParquetFile(path) as file:
-        files.check_names(path, file)
+def _row_groups(path: str) -> Iterator[FileRange]:
+    with files.read_errors(path), parquet.ParquetFile(path) as file:
+        files.check_column_names(path, file)
         first = 0
         for number in range(file.num_row_groups):
-            found = file.metadata.row_group(number)
-            yield Piece(path, number, first, found.num_rows, found.total_byte_size)
-            first += found.num_rows
-            if found.total_byte_size > _LARGE_BYTES:
+            group = file.metadata.row_group(number)
+            yield FileRange(path, number, first, group.num_rows, group.total_byte_size)
+            first += group.num_rows
+            if group.total_byte_size > _LARGE_BYTES:
                 logger.warning(
                     "%s: row group %d has %.1f GiB and is read as a whole; write smaller ones"
                     " (row_group_size=100_000)",
                     path,
                     number,
-                    found.total_byte_size / 2**30,
+                    group.total_byte_size / 2**30,
                 )
 
 
-def _row_group(piece: Piece) -> Any:
-    with files.told(piece.path), parquet.ParquetFile(piece.path) as file:
+def _row_group(piece: FileRange) -> Any:
+    with files.read_errors(piece.path), parquet.ParquetFile(piece.path) as file:
         return file.read_row_group(piece.start, use_threads=False)
 
 
 def _row_of_group(table: Any, offset: int, where: str) -> Row:
-    (row,) = files.rows_of(table.slice(offset, 1), where)
+    (row,) = files.batch_rows(table.slice(offset, 1), where)
     return row
 
 
-def _line_ranges(path: str) -> Iterator[Piece]:
-    """Yields parts of a JSON lines file that begin and end with whole lines."""
-    with files.told(path), open(path, "rb") as file:
+def _line_ranges(path: str) -> Iterator[FileRange]:
+    """Yields byte ranges of a JSON lines file that hold whole lines."""
+    with files.read_errors(path), open(path, "rb") as file:
         start = first = 0
         while block := file.read(_LINES_BYTES):
             block += file.readline()
             num_rows = block.count(b"\n") + (not block.endswith(b"\n"))
             if block.strip():
-                yield Piece(path, start, first, num_rows, len(block))
+                yield FileRange(path, start, first, num_rows, len(block))
             start, first = start + len(block), first + num_rows
 
 
 class _Lines(NamedTuple):
     content: bytes
-    ends: np.ndarray  # of the lines, one after the other
+    ends: np.ndarray  # offset of the end of each line
 
 
-def _lines(piece: Piece) -> _Lines:
-    with files.told(piece.path), open(piece.path, "rb") as file:
+def _lines(piece: FileRange) -> _Lines:
+    with files.read_errors(piece.path), open(piece.path, "rb") as file:
         file.seek(piece.start)
         content = file.read(piece.num_bytes)
     ends = np.flatnonzero(np.frombuffer(content, np.uint8) == ord("\n"))
@@ -282,28 +288,28 @@ def _lines(piece: Piece) -> _Lines:
 
 def _row_of_line(lines: _Lines, offset: int, where: str) -> Any:
     line = lines.content[lines.ends[offset - 1] + 1 if offset else 0 : lines.ends[offset]]
-    return files.row_of_line(line, where) if line.strip() else None
+    return files.parse_line(line, where) if line.strip() else None
 
 
-def _given_parts(name: str) -> Iterator[Piece]:
-    count = len(files.given_rows[name])
-    for start in range(0, count, _GIVEN_ROWS):
-        num_rows = min(_GIVEN_ROWS, count - start)
-        yield Piece(name, start, start, num_rows, _WINDOW_BYTES // 8)
+def _memory_pieces(name: str) -> Iterator[FileRange]:
+    count = len(files.registered_rows[name])
+    for start in range(0, count, _MEMORY_ROWS):
+        num_rows = min(_MEMORY_ROWS, count - start)
+        yield FileRange(name, start, start, num_rows, _WINDOW_BYTES // 8)
 
 
-def _given_part(piece: Piece) -> Sequence[Any]:
-    return files.given_rows[piece.path][piece.start : piece.start + piece.num_rows]
+def _memory_rows(piece: FileRange) -> Sequence[Any]:
+    return files.registered_rows[piece.path][piece.start : piece.start + piece.num_rows]
 
 
-class _Reader(NamedTuple):
-    pieces: Callable[[str], Iterator[Piece]]
-    content: Callable[[Piece], Any]
+class _FileFormat(NamedTuple):
+    pieces: Callable[[str], Iterator[FileRange]]
+    content: Callable[[FileRange], Any]
     row: Callable[[Any, int, str], Any]  # None for a blank line
 
 
-_READERS: Mapping[str, _Reader] = {
-    ".parquet": _Reader(_row_groups, _row_group, _row_of_group),
-    ".jsonl": _Reader(_line_ranges, _lines, _row_of_line),
-    "": _Reader(_given_parts, _given_part, lambda rows, offset, where: rows[offset]),
+_FORMATS: Mapping[str, _FileFormat] = {
+    ".parquet": _FileFormat(_row_groups, _row_group, _row_of_group),
+    ".jsonl": _FileFormat(_line_ranges, _lines, _row_of_line),
+    "": _FileFormat(_memory_pieces, _memory_rows, lambda rows, offset, where: rows[offset]),
 }

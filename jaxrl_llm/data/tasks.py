@@ -1,4 +1,4 @@
-"""Tasks: the sources of rows in verl's schema."""
+"""Tasks: generated and file-based sources of rows in verl's schema."""
 
 import random
 import re
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxrl_llm.config import DataConfig
-from jaxrl_llm.config.samples import NUM_PRODUCTS
-from jaxrl_llm.data import shapes
+from jaxrl_llm.config.rollout_data import NUM_PRODUCTS
+from jaxrl_llm.data import counting_task
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.files import Row, checked_row, read_rows
 from jaxrl_llm.data.formats import template_options
+from jaxrl_llm.data.images import IMAGE_PLACEHOLDER
 from jaxrl_llm.data.messages import role_aliases
-from jaxrl_llm.data.pictures import MARK
 from jaxrl_llm.text import is_text
 
 Split = Literal["train", "eval"]
@@ -22,7 +22,7 @@ GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def task_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
-    """Returns the rows of a split, in the order of the source; `seed` draws arithmetic prompts."""
+    """The rows of a split in the order of their source; `seed` draws generated prompts."""
     return TASKS[config.task](config, split, seed)
 
 
@@ -116,7 +116,7 @@ def _products_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
     return rows
 
 
-# What worked products show of the ready tool of this name, which is defined on a floor above.
+# Schema of the built-in calculator tool for worked products; the tool itself lives in `agents/`.
 CALCULATOR: Mapping[str, Any] = {
     "type": "function",
     "function": {
@@ -188,25 +188,25 @@ def _stories_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
     """
     num_eval = config.arithmetic_eval_prompts
     draw = random.Random(f"stories {seed}")
-    found: dict[str, tuple[str, str]] = {}
-    while len(found) < num_eval + config.arithmetic_train_prompts:
+    stories: dict[str, tuple[str, str]] = {}
+    while len(stories) < num_eval + config.arithmetic_train_prompts:
         sign = draw.choice("+-")
         a, b = draw.randint(2, 20), draw.randint(2, 20)
         if sign == "-":
             a, b = max(a, b), min(a, b)
         parts = draw.choice(_NAMES), draw.choice(_THINGS), sign, draw.choice(_EVENTS[sign])
         question, answer, result = _story(*parts, a, b)
-        found[question] = answer, result
-    problems = list(found.items())
+        stories[question] = answer, result
+    problems = list(stories.items())
     problems = problems[:num_eval] if split == "eval" else problems[num_eval:]
-    before = []
+    shots = []
     for question, answer, _ in _EXAMPLES:
-        before += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        shots += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     rows = []
     for index, (question, (answer, result)) in enumerate(problems):
         extra_info = {"split": split, "index": index, "question": question, "answer": answer}
         row = _row("stories", question, result, extra_info)
-        rows.append({**row, "prompt": [*before, *row["prompt"]]})
+        rows.append({**row, "prompt": [*shots, *row["prompt"]]})
     return rows
 
 
@@ -215,8 +215,8 @@ def _shapes_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
     count = config.arithmetic_eval_prompts if split == "eval" else config.arithmetic_train_prompts
     rows = []
     for index in range(count):
-        image, number = shapes.drawing(f"shapes {seed} {split} {index}")
-        question = f"{MARK}How many?"
+        image, number = counting_task.draw_image(f"shapes {seed} {split} {index}")
+        question = f"{IMAGE_PLACEHOLDER}How many?"
         extra_info = {"split": split, "index": index, "question": question}
         extra_info |= {"answer": f"#{number}"}
         row = _row("shapes", question, str(number), extra_info)
@@ -231,7 +231,7 @@ def _gsm8k_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
     given answer, without commas.
     """
     rows = []
-    for index, (where, source) in enumerate(read_rows(files_of(config, split))):
+    for index, (where, source) in enumerate(read_rows(split_files(config, split))):
         question = _text(source, "question", where)
         answer = _text(source, "answer", where)
         numbers = GSM8K_ANSWER.findall(answer)
@@ -247,7 +247,7 @@ def _gsm8k_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
 def _file_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
     return [
         {**prompt_row(config, row, where), "entry": entry}
-        for entry, path in enumerate(files_of(config, split))
+        for entry, path in enumerate(split_files(config, split))
         for where, row in read_rows([path])
     ]
 
@@ -260,7 +260,7 @@ def prompt_row(config: DataConfig, row: Row, where: str) -> Row:
     return {**checked, "options": options, "where": where}
 
 
-def files_of(config: DataConfig, split: Split) -> tuple[str, ...]:
+def split_files(config: DataConfig, split: Split) -> tuple[str, ...]:
     """Returns the files of a split; that there are none is a DataError."""
     files = config.train_files if split == "train" else config.eval_files
     if not files:

@@ -83,7 +83,7 @@ def _fitted_arguments(call: Mapping[str, Any], as_text: bool) -> Any:
 
 
 class _Template:
-    """What a template takes, found out by rendering once for each question."""
+    """Probes of the message forms that a template accepts; each rendering is cached."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]):
         self._tokenizer = tokenizer

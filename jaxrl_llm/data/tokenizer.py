@@ -1,4 +1,4 @@
-"""Tokenizers: of a Hugging Face folder, or the project's own, of single characters.
+"""Tokenizers: from a Hugging Face folder, or the built-in character-level one.
 
 Nothing is downloaded and no code from a folder is run.
 """
@@ -41,7 +41,7 @@ CHARACTER_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
-# Parts of a tokenizer that drop nothing but white space.
+# Tokenizer components that drop nothing but white space.
 _KEEPING = frozenset(
     ["Prepend", "Lowercase", "NFD", "NFKD", "ByteLevel", "Metaspace", "Digits", "UnicodeScripts"]
 )
@@ -57,21 +57,21 @@ _CONTENT_OF_PARTS = (
 
 
 def character_tokenizer(images: bool = False, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token for each printable ASCII character and the newline.
+    """A tokenizer with one token for each printable ASCII character and the newline.
 
-    Its chat template begins every message with a token for its role and ends it with `<eos>`. Of
-    tools it shows the names, with those of their arguments, and writes calls as Llama 3 does. Any
-    other character becomes `<unk>`. With `images` contents may have parts of images, written as
-    Qwen2.5-VL writes them. Each of `words` is one token; of two that begin alike, the longer one is
-    taken. Unused tokens make the vocabulary a multiple of eight.
+    Its chat template begins every message with a role token and ends it with `<eos>`. It renders
+    the names of tools and of their arguments, and tool calls in Llama 3's format. Any other
+    character becomes `<unk>`. With `images` contents may have image parts, rendered as in
+    Qwen2.5-VL. Each of `words` is one token; the longest match wins. Unused tokens pad the
+    vocabulary to a multiple of eight.
 
     Raises:
       DataError: If one of `words` is a token already.
     """
     more = IMAGE_TOKENS if images else ()
     names = (*SPECIAL_TOKENS, *CHARACTERS, *more)
-    if known := sorted({*words} & {*names}):
-        raise DataError(f"config.model.words: {known[0]!r} is a token already; leave it out")
+    if duplicates := sorted({*words} & {*names}):
+        raise DataError(f"config.model.words: {duplicates[0]!r} is a token already; leave it out")
     names += tuple(words)
     unused = tuple(f"<unused{number}>" for number in range(-len(names) % 8))
     vocabulary = {token: index for index, token in enumerate((*names, *unused))}
@@ -102,13 +102,17 @@ def load_tokenizer(
     words: Sequence[str] = (),
     special_tokens_in_messages: encoding.Treatment = "text",
 ) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a local Hugging Face folder; of "", that of characters.
+    """Loads the tokenizer of a Hugging Face folder; the character-level one if `path` is "".
 
-    `images` says whether that of characters has tokens for them; `words` are tokens of it too.
+    Args:
+      chat_template: A file with a Jinja template that replaces the tokenizer's own; "": none.
+      images: Whether the character-level tokenizer has image tokens.
+      words: Additional tokens of the character-level tokenizer.
+      special_tokens_in_messages: "text" or "tokens", see `encoding`.
 
-    `chat_template`, unless "", is a file with a Jinja template that replaces the tokenizer's own.
-    `special_tokens_in_messages`: "text" or "tokens", see `encoding`. A file that is missing or
-    broken, files that contradict each other, or no end-of-sequence token are a DataError.
+    Raises:
+      DataError: If a file is missing or broken, files contradict each other, or there is no
+        end-of-sequence token.
     """
     tokenizer = tokenizer_folder.load(path) if path else character_tokenizer(images, words)
     encoding.set_treatment(tokenizer, special_tokens_in_messages)
@@ -120,17 +124,17 @@ def load_tokenizer(
     return tokenizer
 
 
-def rendered(
+def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     options: Mapping[str, Any] = EMPTY,
     **kwargs: Any,
 ) -> Any:
-    """Returns what the chat template makes of messages; a DataError if there is none or it refuses.
+    """Renders messages with the chat template; raises DataError if there is none or it refuses.
 
-    Messages are put into the forms that it takes (`template_forms`). Special tokens that they spell
-    are between guards in it (`encoding`). `options` are `tools` and other variables of the
-    template, `kwargs` of `apply_chat_template`.
+    Messages are converted to the forms that the template takes (`template_forms`), and special
+    tokens spelled in them are put between guards (`encoding`). `options` are `tools` and other
+    template variables, `kwargs` those of `apply_chat_template`.
     """
     if not tokenizer.chat_template:
         raise DataError(
@@ -163,9 +167,9 @@ def _apply_template(
     options: Mapping[str, Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """The rendering of messages in the template's forms, with guards around special tokens."""
+    """Renders messages in the template's forms, with guards around special tokens."""
     chat = encoding.guarded(tokenizer, messages, options)
-    if chat.plain_answers:  # a template may refuse what it finds in an answer
+    if chat.plain_answers:  # the template itself may refuse an answer's text
         tokenizer.apply_chat_template(chat.plain_answers, **chat.options, tokenize=False)
     with_mask = chat.is_guarded and kwargs.get("return_assistant_tokens_mask")
     if with_mask and (encoded := encoding.encoded_chat(tokenizer, chat)):
@@ -181,7 +185,7 @@ def render_prompts(
     prompts: Sequence[Sequence[Message]],
     chat_template: bool = True,
 ) -> tuple[list[tuple[int, ...]], list[str]]:
-    """Returns the tokens and the text of each prompt, as `prompt_text` writes it."""
+    """Tokens and text of each prompt; see `prompt_text`."""
     texts = [prompt_text(tokenizer, prompt, chat_template) for prompt in prompts]
     tokens = prompt_tokens(tokenizer, texts, chat_template)
     return tokens, list(map(encoding.without_guards, texts))
@@ -193,19 +197,18 @@ def prompt_text(
     chat_template: bool = True,
     options: Mapping[str, Any] = EMPTY,
 ) -> str:
-    """Returns the text of a prompt, ready for the model to continue.
+    """The text of a prompt, ready for the model to continue.
 
-    With `chat_template` the tokenizer's template formats the messages and begins the assistant's
-    turn, and there are guards around special tokens in messages (`encoding.without_guards`). Else
-    the contents are joined by newlines, and `prompt_tokens` adds the special tokens that the
-    tokenizer puts around plain text.
+    With `chat_template` the messages are rendered with the generation prompt, with guards around
+    special tokens in messages (`encoding.without_guards`). Otherwise the contents are joined by
+    newlines, and `prompt_tokens` adds the tokens that the tokenizer puts around plain text.
     """
     if not chat_template:
         text = "\n".join(map(_plain_text, prompt))
         if not is_text(text):
             raise DataError(f"{ascii(text)[:60]} holds half of a surrogate pair; leave it out")
         return text
-    return str(rendered(tokenizer, prompt, options, tokenize=False, add_generation_prompt=True))
+    return str(render_chat(tokenizer, prompt, options, tokenize=False, add_generation_prompt=True))
 
 
 def _plain_text(message: Message) -> str:
@@ -222,7 +225,7 @@ def _plain_text(message: Message) -> str:
 def prompt_tokens(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], chat_template: bool
 ) -> list[tuple[int, ...]]:
-    """Returns the tokens of each text that `prompt_text` gave."""
+    """Tokenizes texts of `prompt_text`."""
     if not texts:
         return []
     # A template writes the special tokens itself.
@@ -234,19 +237,19 @@ def prompt_tokens(
 
 
 def token_bound(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
-    """Returns a function from a text to a lower bound of its number of tokens, which is fast.
+    """A fast function from a text to a lower bound on its number of tokens.
 
-    It is 0 for a tokenizer that may drop characters, or whose tokens may stand for any number of
-    them. Else a token has at most as many characters as the longest in the vocabulary. White space
-    does not count: added tokens may take any amount of it.
+    The bound is 0 for a tokenizer that may drop characters or map any number of them to one token.
+    Otherwise a token has at most as many characters as the longest entry of the vocabulary. White
+    space does not count: added tokens may strip any amount of it.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     described = json.loads(backend.to_str()) if backend is not None else None
-    if described is None or not _model_keeps(described):
+    if described is None or not _keeps_all_characters(described):
         return lambda text: 0
-    shrinks = math.prod(map(_shrinks, _steps(described["normalizer"])))
+    shrinks = math.prod(map(_shrink_factor, _flattened(described["normalizer"])))
     longest = max(map(len, tokenizer.get_vocab()), default=0)
-    if not (longest and shrinks and all(map(_keeps, _steps(described["pre_tokenizer"])))):
+    if not (longest and shrinks and all(map(_keeps_text, _flattened(described["pre_tokenizer"])))):
         return lambda text: 0
 
     def bound(text: str) -> int:
@@ -260,17 +263,17 @@ def _num_characters(text: str) -> int:  # without white space
     return sum(map(len, text.split()))
 
 
-def _steps(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """Yields the normalizers or pre-tokenizers of a part, those of sequences one by one."""
+def _flattened(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """Flattens nested sequences of normalizers or pre-tokenizers."""
     if part and part["type"] == "Sequence":
         for each in part.get("pretokenizers", part.get("normalizers", ())):
-            yield from _steps(each)
+            yield from _flattened(each)
     elif part:
         yield part
 
 
-def _shrinks(normalizer: Mapping[str, Any]) -> int:
-    """Returns the largest factor by which a normalizer may shorten a text; 0: any factor."""
+def _shrink_factor(normalizer: Mapping[str, Any]) -> int:
+    """The largest factor by which a normalizer may shorten a text; 0: unbounded."""
     kind = normalizer["type"]
     if kind in ("NFC", "NFKC"):
         return 4  # characters at most that are composed into one
@@ -280,19 +283,19 @@ def _shrinks(normalizer: Mapping[str, Any]) -> int:
     return int(kind in _KEEPING)
 
 
-def _keeps(pre_tokenizer: Mapping[str, Any]) -> bool:
-    """Returns whether the split of a text into words drops nothing but white space."""
+def _keeps_text(pre_tokenizer: Mapping[str, Any]) -> bool:
+    """Whether a pre-tokenizer drops nothing but white space."""
     if pre_tokenizer["type"] in ("Split", "Punctuation"):
         return pre_tokenizer["behavior"] != "Removed"
     return pre_tokenizer["type"] in _KEEPING
 
 
-def _model_keeps(described: Mapping[str, Any]) -> bool:
-    """Returns whether every character becomes part of a token of the vocabulary."""
+def _keeps_all_characters(described: Mapping[str, Any]) -> bool:
+    """Whether every character becomes part of a token of the vocabulary."""
     model = described["model"]
     if model["type"] != "BPE":  # in others one token may stand for any unknown word
         return False
-    before = *_steps(described["normalizer"]), *_steps(described["pre_tokenizer"])
+    before = *_flattened(described["normalizer"]), *_flattened(described["pre_tokenizer"])
     if any(step["type"] == "ByteLevel" for step in before):
         return all(character in model["vocab"] for character in ByteLevel.alphabet())
     if model.get("byte_fallback"):

@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_llm.data import masks
+from jaxrl_llm.data import loss_masks
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.masks import Dialogue
-from jaxrl_llm.data.tokenizer import rendered
+from jaxrl_llm.data.loss_masks import Dialogue
+from jaxrl_llm.data.tokenizer import render_chat
 from jaxrl_llm.types import Example
 
 RewrittenTurns = Literal["split", "whole"]
@@ -40,7 +40,7 @@ def dialogue_sequences(
     chat_template: bool,
     rewritten_turns: RewrittenTurns = "split",
 ) -> DialogueSequences:
-    """Returns the sequences that train a dialogue's turns, each turn once; see `masks.example`.
+    """Sequences that train each turn of a dialogue once; see `loss_masks.dialogue_example`.
 
     A turn's context is the rendering of the messages before it with the generation prompt.
     "split": the context of every turn is the one in which it is sampled. "whole": one sequence,
@@ -50,12 +50,12 @@ def dialogue_sequences(
       DataError: If nothing bears loss, or the tokens of a turn cannot be found.
     """
     if not chat_template:
-        example = masks.example(tokenizer, dialogue, chat_template)
+        example = loss_masks.dialogue_example(tokenizer, dialogue, chat_template)
         count = len(dialogue.messages)
         return DialogueSequences((TurnSequence(example, count, (count - 1,)),), 0)
-    with masks.named_errors(dialogue.where):
-        dialogue = masks.without_end_tokens(tokenizer, dialogue)
-        turns = masks.trained_turns(dialogue)
+    with loss_masks.named_errors(dialogue.where):
+        dialogue = loss_masks.without_end_tokens(tokenizer, dialogue)
+        turns = loss_masks.trained_turns(dialogue)
         renderings = _Renderings(tokenizer, dialogue)
         num_messages = len(dialogue.messages)
         if rewritten_turns == "split":
@@ -63,20 +63,20 @@ def dialogue_sequences(
             num_rewritten = len(turns) - len(groups[-1]) if turns else 0
         else:
             groups = [turns]
-            num_rewritten = len(turns) - len(renderings.kept(turns, num_messages))
+            num_rewritten = len(turns) - len(renderings.kept_turns(turns, num_messages))
         splits = rewritten_turns == "split" and bool(turns)
         sizes = [group[-1] + 1 if splits else num_messages for group in groups]
         marks = [renderings.following_mark(size) for size in sizes]
-    found = []
+    sequences = []
     for group, size, mark in zip(groups, sizes, marks, strict=True):
         part = dialogue._replace(messages=dialogue.messages[:size])
-        example = masks.example(tokenizer, part, True, group, mark)
-        found.append(TurnSequence(example, size, tuple(group)))
-    return DialogueSequences(tuple(found), num_rewritten)
+        example = loss_masks.dialogue_example(tokenizer, part, True, group, mark)
+        sequences.append(TurnSequence(example, size, tuple(group)))
+    return DialogueSequences(tuple(sequences), num_rewritten)
 
 
 class _Renderings:
-    """The texts of a dialogue's beginnings, each rendered once."""
+    """Cached renderings of the prefixes of a dialogue."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, dialogue: Dialogue):
         self._tokenizer = tokenizer
@@ -88,25 +88,25 @@ class _Renderings:
         if key not in self._texts:
             messages, options = self._dialogue.messages[:num_messages], self._dialogue.options
             kwargs = {"tokenize": False, "add_generation_prompt": asks}
-            self._texts[key] = str(rendered(self._tokenizer, messages, options, **kwargs))
+            self._texts[key] = str(render_chat(self._tokenizer, messages, options, **kwargs))
         return self._texts[key]
 
     @functools.cached_property
     def _has_end(self) -> bool:
         turn = next(i for i, m in enumerate(self._dialogue.messages) if m["role"] == "assistant")
-        return masks.ends_turns(self._tokenizer, self._dialogue, turn)
+        return loss_masks.ends_turns(self._tokenizer, self._dialogue, turn)
 
     def groups(self, turns: list[int]) -> list[list[int]]:
-        """Returns the turns that share a sequence, which ends with the last of them."""
+        """Groups turns into sequences; a sequence ends with the last turn of its group."""
         groups: list[list[int]] = []
         while turns:
-            group = self.kept(turns, turns[-1] + 1)
+            group = self.kept_turns(turns, turns[-1] + 1)
             groups.insert(0, group)
             turns = [turn for turn in turns if turn not in group]
         return groups or [[]]
 
-    def kept(self, turns: list[int], num_messages: int) -> list[int]:
-        """Returns the turns that are in the text of so many messages as they are sampled."""
+    def kept_turns(self, turns: list[int], num_messages: int) -> list[int]:
+        """The turns that the first `num_messages` messages render as they are sampled."""
         if len(turns) == 1 and turns[0] == num_messages - 1:  # the usual row: nothing to compare
             return turns
         text = self._text(num_messages)
@@ -114,17 +114,17 @@ class _Renderings:
 
     def _is_kept(self, turn: int, text: str) -> bool:
         try:
-            kept = masks.kept_turn(self._text(turn, asks=True), self._text(turn + 1), text)
+            kept = loss_masks.kept_turn(self._text(turn, asks=True), self._text(turn + 1), text)
         except DataError:  # it refuses this beginning of a dialogue
-            if masks.has_marks(self._tokenizer):
+            if loss_masks.has_marks(self._tokenizer):
                 return True
             raise
         if kept is None or self._has_end:
             return kept is not None
-        return bool(masks.leading_mark(self._tokenizer, text[kept.end :]))
+        return bool(loss_masks.leading_mark(self._tokenizer, text[kept.end :]))
 
     def following_mark(self, num_messages: int) -> str:
-        """Returns the mark of the role that speaks after so many messages, "" if none is known."""
+        """The mark of the role that speaks after `num_messages` messages, "" if none is known."""
         if num_messages >= len(self._dialogue.messages) or self._has_end:
             return ""
-        return masks.following_mark(self._tokenizer, self._dialogue, num_messages - 1)
+        return loss_masks.following_mark(self._tokenizer, self._dialogue, num_messages - 1)

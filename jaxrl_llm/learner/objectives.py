@@ -1,4 +1,4 @@
-"""What the jobs on given answers learn: their rows, batches of them, and losses on microbatches."""
+"""Supervised objectives (SFT, reward models, DPO): their rows, batches and microbatch losses."""
 
 import dataclasses
 import functools
@@ -15,29 +15,31 @@ from jaxrl_llm.algorithms import losses, masked
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.config import JobConfig
 from jaxrl_llm.config.job import DPOConfig
-from jaxrl_llm.data import datasets, packing, streams
-from jaxrl_llm.data.packing import Microbatch, PackedBatch
+from jaxrl_llm.data import datasets, streams
 from jaxrl_llm.data.streams import Rows
 from jaxrl_llm.data.tasks import Split
-from jaxrl_llm.learner import eyes, predict, routing, wide
+from jaxrl_llm.learner import predict, router_replay
 from jaxrl_llm.learner.batches import Packer
-from jaxrl_llm.learner.eyes import Eyes
-from jaxrl_llm.learner.models import Models
-from jaxrl_llm.metrics.clock import Clock
+from jaxrl_llm.learner.job_models import Models
+from jaxrl_llm.learner.vision import trainable_encoder
+from jaxrl_llm.learner.vision.trainable_encoder import TrainableVisionEncoder
+from jaxrl_llm.metrics.timers import Clock
 from jaxrl_llm.models import lora
-from jaxrl_llm.models.router import Routed, Routing
+from jaxrl_llm.models.router import RouterInputs, RouterOutputs
 from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.packing import packed_batch, token_fields
+from jaxrl_llm.packing.packed_batch import Microbatch, PackedBatch
 from jaxrl_llm.sharding import mesh as mesh_lib
-from jaxrl_llm.types import Example, Pair
+from jaxrl_llm.types import Example, PreferencePair
 
-# Sequences that must be in one microbatch: an example, or the two of a pair.
+# Sequences that must share a microbatch: one example, or the two of a pair.
 Row = Sequence[Example]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Batch:
-    """The sequences of one update; those of a pair side by side, the chosen one first."""
+class SupervisedBatch:
+    """The sequences of one update; pairs are adjacent rows, the chosen one first."""
 
     tokens: Int[Array, "B T"]
     lengths: Int[Array, " B"]
@@ -46,160 +48,202 @@ class Batch:
     packed: PackedBatch
 
     @classmethod
-    def of(
+    def from_rows(
         cls, rows: Sequence[Row], packer: Packer, width: int = 0, models: Models | None = None
-    ) -> "Batch":
-        """Returns rows as right-padded arrays, packed; sequences of a row share a packed row.
+    ) -> "SupervisedBatch":
+        """Pads rows to arrays and packs them; the sequences of a row share a packed row.
 
-        With `models` whose tower reads images, those of the rows are in it.
+        If the vision encoder of `models` reads images, the batch includes those of the rows.
 
-        `width` is of the arrays and the packed rows; 0: as the longest row needs.
+        `width` is that of arrays and packed rows; 0: derived from the longest row.
         """
         sequences = [example for row in rows for example in row]
         lengths = np.array([len(example.tokens) for example in sequences], np.int32)
-        in_row = len(rows[0])
-        width = width or width_of(rows)
+        row_size = len(rows[0])
+        width = width or packed_width(rows)
         tokens = np.zeros((len(sequences), width), np.int32)
         mask = np.zeros((len(sequences), width), bool)
         for i, example in enumerate(sequences):
             tokens[i, : lengths[i]] = example.tokens
             mask[i, : lengths[i]] = example.mask
-        groups = np.repeat(np.arange(len(rows)), in_row)
-        together = packing.Beginnings(groups, np.zeros_like(groups), together=in_row > 1)
-        packed = packer.pack(lengths, np.arange(len(lengths)), width=width, common=together)
-        if models is not None and models.gallery is not None:
+        groups = np.repeat(np.arange(len(rows)), row_size)
+        same_row = packed_batch.SharedPrefixes(groups, np.zeros_like(groups), same_row=row_size > 1)
+        packed = packer.pack(lengths, np.arange(len(lengths)), width=width, common=same_row)
+        if models is not None and models.image_feature_cache is not None:
             images = [example.images for example in sequences]
-            gallery = models.gallery
-            found = gallery.of_sequences(images, lengths, width, reads=not gallery.learns)
-            packed = wide.carried(packed, models.mesh, **found)
-            if gallery.learns:
-                packed = gallery.shown(packed, images)
-        # They go to the devices with the program.
-        on_host: tuple[Any, Any, Any] = tokens, lengths, mask
-        blank: Any = np.zeros(tokens.shape, np.float32)
-        return cls(*on_host, blank, packed)
+            gallery = models.image_feature_cache
+            image_fields = gallery.token_fields(
+                images, lengths, width, encodes=not gallery.is_trainable
+            )
+            packed = token_fields.with_fields(packed, models.mesh, **image_fields)
+            if gallery.is_trainable:
+                packed = gallery.with_images(packed, images)
+        # Still on the host: the jitted program transfers them.
+        host_arrays: tuple[Any, Any, Any] = tokens, lengths, mask
+        zeros: Any = np.zeros(tokens.shape, np.float32)
+        return cls(*host_arrays, zeros, packed)
 
 
-def longest(rows: Rows[Row]) -> int:
-    """Returns the tokens of the longest row."""
-    return streams.longest(rows, lambda row: sum(len(example.tokens) for example in row))
+def longest_row(rows: Rows[Row]) -> int:
+    """Tokens of the longest row."""
+    return streams.max_size(rows, lambda row: sum(len(example.tokens) for example in row))
 
 
-def width_of(rows: Rows[Row]) -> int:
-    """Returns the width of packed rows that hold each of these."""
-    return packing.bucket(longest(rows), smallest=32)
+def packed_width(rows: Rows[Row]) -> int:
+    """The packed row width (a bucket) that fits each of these rows."""
+    return packed_batch.bucket(longest_row(rows), smallest=32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What one job learns."""
+    """The objective of a supervised job: its data, network and loss."""
 
     name: str  # its metrics begin with it
-    network: Network  # that learns
+    network: Network  # the one that is trained
     mesh: Mesh
     rows: Callable[[Split], Rows[Row]]
-    # loss(params, microbatch, batch): its part of the batch's loss, and metrics to be summed
-    loss: Callable[[Params, Microbatch, Batch], tuple[Array, Mapping[str, Array]]]
-    # told(microbatch, batch): what routers are told; None without experts, or where none counts.
-    told: Callable[[Microbatch, Batch], Routing | None]
-    # How much a batch counts in a mean over several.
-    weight: Callable[[Batch], float]
+    # loss(params, microbatch, batch): the microbatch's share of the batch loss, metrics to sum
+    loss: Callable[[Params, Microbatch, SupervisedBatch], tuple[Array, Mapping[str, Array]]]
+    # Router inputs from (microbatch, batch); None without experts, or if no loads are counted.
+    router_inputs: Callable[[Microbatch, SupervisedBatch], RouterInputs | None]
+    # Weight of a batch in a mean over several.
+    batch_weight: Callable[[SupervisedBatch], float]
     models: Models
-    # log_probs(params, microbatch, batch): of all tokens [b, T]; where a reference is asked for
-    log_probs: Callable[[Params, Microbatch, Batch], Float[Array, "b T"]] | None = None
-    eyes: Eyes | None = None  # read the images of batches, where the tower learns
+    # log_probs(params, microbatch, batch): of all tokens [b, T]; None if no reference is needed
+    log_probs: Callable[[Params, Microbatch, SupervisedBatch], Float[Array, "b T"]] | None = None
+    vision_encoder: TrainableVisionEncoder | None = None  # vision encoder, if it is trained
 
-    def reader(self, batch: Batch) -> predict.Reader:
-        """Returns how the network reads a batch."""
-        told = lambda microbatch: self.told(microbatch, batch)  # noqa: E731
-        return predict.Reader(self.network, batch.tokens, told, self.eyes)
+    def forward_spec(self, batch: SupervisedBatch) -> predict.ForwardSpec:
+        """How the network reads the packed rows of a batch."""
+        router_inputs = lambda microbatch: self.router_inputs(microbatch, batch)  # noqa: E731
+        return predict.ForwardSpec(self.network, batch.tokens, router_inputs, self.vision_encoder)
 
 
 def sft(config: JobConfig, models: Models) -> Objective:
-    """Returns cross-entropy of worked answers: a mean over all of their tokens in a batch."""
+    """SFT: cross-entropy of demonstrations, the mean over all their loss tokens in a batch."""
 
     def rows(split: Split) -> Rows[Row]:
-        given = config.data, models.tokenizer, split, config.seed, config.max_sequence_tokens
-        found = datasets.worked_examples(*given, pictures=models.pictures)
-        return streams.mapped(found, lambda example: (example,))
+        examples = datasets.worked_examples(
+            config.data,
+            models.tokenizer,
+            split,
+            config.seed,
+            config.max_sequence_tokens,
+            pictures=models.image_processor,
+        )
+        return streams.map_rows(examples, lambda example: (example,))
 
-    told = functools.partial(_told, config, models.policy)
+    router_inputs = functools.partial(_router_inputs, config, models.policy)
 
-    def loss(params: Params, microbatch: Microbatch, batch: Batch):
-        to_routers = told(microbatch, batch)
-        log_probs, likeliest, routed = _log_probs(
-            config, models, params, microbatch, batch, to_routers
+    def loss(params: Params, microbatch: Microbatch, batch: SupervisedBatch):
+        routing_inputs = router_inputs(microbatch, batch)
+        log_probs, is_argmax, routed = _log_probs(
+            config, models, params, microbatch, batch, routing_inputs
         )
         mask, denominators = microbatch.take(batch.mask), minibatch_denominators(batch.mask)
-        found = losses.token_cross_entropy(log_probs, likeliest, mask, denominators)
-        return _with_routers(config, found, routed, batch)
+        loss_and_metrics = losses.token_cross_entropy(log_probs, is_argmax, mask, denominators)
+        return _add_router_penalty(config, loss_and_metrics, routed, batch)
 
     weight = lambda batch: float(batch.mask.sum())  # noqa: E731
-    given = models.policy, models.mesh, rows, loss, told, weight, models
-    return Objective("sft", *given, eyes=eyes.of(config, models.policy))
+    return Objective(
+        name="sft",
+        network=models.policy,
+        mesh=models.mesh,
+        rows=rows,
+        loss=loss,
+        router_inputs=router_inputs,
+        batch_weight=weight,
+        models=models,
+        vision_encoder=trainable_encoder.make_vision_encoder(config, models.policy),
+    )
 
 
 def reward_model(
     config: JobConfig, models: Models, name: str = "reward_model", costs: bool = False
 ) -> Objective:
-    """Returns Bradley and Terry's loss on the preference pairs of a model's name.
+    """Bradley-Terry loss on the preference pairs for the reward model `name`.
 
-    With `costs` a high score is bad: of each pair the rejected answer gets the higher one.
+    With `costs` it learns a cost: the rejected answer of a pair gets the higher score.
     """
 
     def rows(split: Split) -> Rows[Row]:
-        pairs = _pairs_of(config, models, split, name)
-        return streams.mapped(pairs, lambda p: Pair(p.rejected, p.chosen)) if costs else pairs
-
-    told = functools.partial(_told, config, models.value)
-
-    def loss(params: Params, microbatch: Microbatch, batch: Batch):
-        to_routers = told(microbatch, batch)
-        scores, routed = predict.sequence_scores(
-            models.value, params, batch.tokens, batch.lengths, microbatch, to_routers
+        pairs = _preference_pairs(config, models, split, name)
+        return (
+            streams.map_rows(pairs, lambda p: PreferencePair(p.rejected, p.chosen))
+            if costs
+            else pairs
         )
-        here, (chosen, rejected) = _by_pair(microbatch, batch, scores)
-        found = losses.bradley_terry(chosen, rejected, here, len(batch.tokens) // 2)
-        return _with_routers(config, found, routed, batch)
 
-    mesh = models.meshes["reward"]
-    return Objective("reward_model", models.value, mesh, rows, loss, told, _num_pairs, models)
+    router_inputs = functools.partial(_router_inputs, config, models.value)
+
+    def loss(params: Params, microbatch: Microbatch, batch: SupervisedBatch):
+        routing_inputs = router_inputs(microbatch, batch)
+        scores, routed = predict.sequence_scores(
+            models.value, params, batch.tokens, batch.lengths, microbatch, routing_inputs
+        )
+        in_microbatch, (chosen, rejected) = _split_pairs(microbatch, batch, scores)
+        loss_and_metrics = losses.bradley_terry(
+            chosen, rejected, in_microbatch, len(batch.tokens) // 2
+        )
+        return _add_router_penalty(config, loss_and_metrics, routed, batch)
+
+    return Objective(
+        name="reward_model",
+        network=models.value,
+        mesh=models.meshes["reward"],
+        rows=rows,
+        loss=loss,
+        router_inputs=router_inputs,
+        batch_weight=_num_pairs,
+        models=models,
+    )
 
 
 def dpo(config: DPOConfig, models: Models) -> Objective:
-    """Returns direct preference optimization on preference pairs, against a frozen reference."""
-    chosen_loss = config.dpo
+    """Direct preference optimization on preference pairs, against a frozen reference."""
+    dpo_config = config.dpo
 
     def rows(split: Split) -> Rows[Row]:
-        return _pairs_of(config, models, split)
+        return _preference_pairs(config, models, split)
 
-    def log_probs(params: Params, microbatch: Microbatch, batch: Batch):
+    def log_probs(params: Params, microbatch: Microbatch, batch: SupervisedBatch):
         return _log_probs(config, models, params, microbatch, batch)[0]
 
-    told = functools.partial(_told, config, models.policy)
+    router_inputs = functools.partial(_router_inputs, config, models.policy)
 
-    def loss(params: Params, microbatch: Microbatch, batch: Batch):
-        to_routers = told(microbatch, batch)
-        found, _, routed = _log_probs(config, models, params, microbatch, batch, to_routers)
+    def loss(params: Params, microbatch: Microbatch, batch: SupervisedBatch):
+        routing_inputs = router_inputs(microbatch, batch)
+        log_probs, _, routed = _log_probs(config, models, params, microbatch, batch, routing_inputs)
         mask, reference = microbatch.take(batch.mask), microbatch.take(batch.ref_log_probs)
-        # Of tokens before they are summed: a difference of two sums would have their rounding.
-        ratios = masked.sum(found - reference, mask, axis=1)
-        here, of_ratios = _by_pair(microbatch, batch, ratios)
-        _, of_log_probs = _by_pair(microbatch, batch, masked.sum(found, mask, axis=1))
-        _, num_tokens = _by_pair(microbatch, batch, mask.sum(1).astype(jnp.float32))
+        # Subtract per token, then sum: a difference of two sums would keep their rounding errors.
+        ratios = masked.sum(log_probs - reference, mask, axis=1)
+        in_microbatch, pair_ratios = _split_pairs(microbatch, batch, ratios)
+        _, pair_log_probs = _split_pairs(microbatch, batch, masked.sum(log_probs, mask, axis=1))
+        _, num_tokens = _split_pairs(microbatch, batch, mask.sum(1).astype(jnp.float32))
         num_pairs = len(batch.tokens) // 2
-        value, metrics = losses.dpo(chosen_loss, *of_ratios, *num_tokens, here, num_pairs)
-        sums = {
-            f"logps/{name}": masked.sum(jax.lax.stop_gradient(one), here) / num_pairs
-            for name, one in zip(("chosen", "rejected"), of_log_probs, strict=True)
+        value, metrics = losses.dpo(dpo_config, *pair_ratios, *num_tokens, in_microbatch, num_pairs)
+        mean_log_probs = {
+            f"logps/{name}": masked.sum(jax.lax.stop_gradient(values), in_microbatch) / num_pairs
+            for name, values in zip(("chosen", "rejected"), pair_log_probs, strict=True)
         }
-        return _with_routers(config, (value, {**metrics, **sums}), routed, batch)
+        return _add_router_penalty(config, (value, {**metrics, **mean_log_probs}), routed, batch)
 
-    of_pairs = told, _num_pairs, models, log_probs
-    return Objective("dpo", models.policy, models.mesh, rows, loss, *of_pairs)
+    return Objective(
+        name="dpo",
+        network=models.policy,
+        mesh=models.mesh,
+        rows=rows,
+        loss=loss,
+        router_inputs=router_inputs,
+        batch_weight=_num_pairs,
+        models=models,
+        log_probs=log_probs,
+    )
 
 
-def _pairs_of(config: JobConfig, models: Models, split: Split, name: str = "") -> Rows[Pair]:
+def _preference_pairs(
+    config: JobConfig, models: Models, split: Split, name: str = ""
+) -> Rows[PreferencePair]:
     return datasets.preference_pairs(
         config.data, models.tokenizer, split, config.seed, name, config.max_pair_tokens
     )
@@ -210,11 +254,11 @@ def _log_probs(
     models: Models,
     params: Params,
     microbatch: Microbatch,
-    batch: Batch,
-    told: Routing | None = None,
-) -> tuple[Float[Array, "b T"], Float[Array, "b T"], Routed | None]:
-    """Returns the policy's log-prob of each token, 1 where none was likelier, what routers did."""
-    found, routed = predict.token_statistics(
+    batch: SupervisedBatch,
+    router_inputs: RouterInputs | None = None,
+) -> tuple[Float[Array, "b T"], Float[Array, "b T"], RouterOutputs | None]:
+    """The policy's log-prob of each token, 1 where it is the argmax else 0, and router outputs."""
+    token_stats, routed = predict.token_statistics(
         models.policy,
         params,
         batch.tokens,
@@ -222,86 +266,97 @@ def _log_probs(
         temperature=1.0,
         chunk=config.model.vocab_chunk,
         entropy="likeliest",
-        routing=told,
+        routing=router_inputs,
     )
     width = batch.tokens.shape[1]
-    asked = found.log_probs, found.sum_squared_probs
-    log_probs, likeliest = (microbatch.unpacked(x, batch.lengths, width) for x in asked)
-    return log_probs, likeliest, routed
+    log_probs = microbatch.to_sequences(token_stats.log_probs, batch.lengths, width)
+    is_argmax = microbatch.to_sequences(token_stats.sum_squared_probs, batch.lengths, width)
+    return log_probs, is_argmax, routed
 
 
-def _told(
-    config: JobConfig, network: Network, microbatch: Microbatch, batch: Batch
-) -> Routing | None:
-    """Returns what routers are told: tokens that bear loss are counted. Stages before RL do not."""
+def _router_inputs(
+    config: JobConfig, network: Network, microbatch: Microbatch, batch: SupervisedBatch
+) -> RouterInputs | None:
+    """Router inputs that count the loss tokens; None without experts, and in stages before RL."""
     if network.shape.experts is None or config.supervised_router is None:
         return None
-    return routing.told(config.supervised_router, microbatch, batch.mask)
+    return router_replay.router_inputs(config.supervised_router, microbatch, batch.mask)
 
 
-def _with_routers(
-    config: JobConfig, found: tuple[Array, Mapping[str, Array]], routed: Routed | None, batch: Batch
+def _add_router_penalty(
+    config: JobConfig,
+    loss_and_metrics: tuple[Array, Mapping[str, Array]],
+    routed: RouterOutputs | None,
+    batch: SupervisedBatch,
 ) -> tuple[Array, Mapping[str, Any]]:
-    """Returns a loss and its metrics with those of routers, if there are any."""
+    """Adds the router penalty and its metrics to a loss, if the job has any."""
     if config.supervised_router is None:
-        return found
-    value, metrics = found
-    extra, sums = routing.penalty(config.supervised_router, routed, batch.mask)
-    return value + extra, {**metrics, **sums}
+        return loss_and_metrics
+    value, metrics = loss_and_metrics
+    penalty, router_metrics = router_replay.router_loss(
+        config.supervised_router, routed, batch.mask
+    )
+    return value + penalty, {**metrics, **router_metrics}
 
 
-def _by_pair(
-    microbatch: Microbatch, batch: Batch, values: Float[Array, " b"]
+def _split_pairs(
+    microbatch: Microbatch, batch: SupervisedBatch, values: Float[Array, " b"]
 ) -> tuple[Bool[Array, " pairs"], tuple[Float[Array, " pairs"], Float[Array, " pairs"]]]:
-    """Returns which pairs of the batch are here, and the values of their two sequences."""
+    """Which pairs of the batch are in this microbatch, and the values of their two sequences."""
     count = batch.tokens.shape[0]
     by_sequence = microbatch.put(jnp.zeros(count), values)
-    here = microbatch.put(jnp.zeros(count, bool), jnp.ones(values.shape, bool))
-    return here[0::2], (by_sequence[0::2], by_sequence[1::2])
+    in_microbatch = microbatch.put(jnp.zeros(count, bool), jnp.ones(values.shape, bool))
+    return in_microbatch[0::2], (by_sequence[0::2], by_sequence[1::2])
 
 
-def _num_pairs(batch: Batch) -> float:
+def _num_pairs(batch: SupervisedBatch) -> float:
     return len(batch.tokens) / 2
 
 
-def completion(objective: Objective, reference: Params) -> Callable[[Batch, Clock], Batch]:
-    """Returns what adds the log-probs of the frozen reference to a batch; times `ref`.
+def reference_log_prob_adder(
+    objective: Objective, reference: Params
+) -> Callable[[SupervisedBatch, Clock], SupervisedBatch]:
+    """A function that adds the frozen reference's log-probs to a batch; times `ref`.
 
-    They are computed for each batch, not once for all rows before the first step: rows may be
-    more than memory holds, or more than the job ever takes; a resumed job would compute them again.
-    Without a reference a batch stays as it is.
+    They are computed batch by batch, not for all rows before the first step: the rows may exceed
+    memory, or what the job ever trains on, and a resumed job would have to compute them again.
+    Without a reference the batch is unchanged.
     """
-    ask, mesh = objective.log_probs, objective.mesh
-    if ask is None:
+    log_probs, mesh = objective.log_probs, objective.mesh
+    if log_probs is None:
         return lambda batch, clock: batch
 
     @functools.partial(jax.jit, out_shardings=mesh_lib.replicated(mesh))
-    def of_reference(params: Params, batch: Batch) -> Float[Array, "B T"]:
-        def one(microbatch: Microbatch):
-            return ask(params, microbatch, batch)
+    def reference_log_probs(params: Params, batch: SupervisedBatch) -> Float[Array, "B T"]:
+        def microbatch_log_probs(microbatch: Microbatch):
+            return log_probs(params, microbatch, batch)
 
-        packed = objective.reader(batch).passed(params, batch.packed)
-        return packing.by_sequence(packed, one, *batch.tokens.shape)
+        packed = objective.forward_spec(batch).with_stage_outputs(params, batch.packed)
+        return packed_batch.map_to_sequences(packed, microbatch_log_probs, *batch.tokens.shape)
 
-    def complete(batch: Batch, clock: Clock) -> Batch:
+    def complete(batch: SupervisedBatch, clock: Clock) -> SupervisedBatch:
         with clock("ref") as watch, jax.set_mesh(mesh):
-            return dataclasses.replace(batch, ref_log_probs=watch(of_reference(reference, batch)))
+            return dataclasses.replace(
+                batch, ref_log_probs=watch(reference_log_probs(reference, batch))
+            )
 
     return complete
 
 
-def measurement(objective: Objective):
-    """Returns `(trained, base, batch) -> metrics`, jitted: the loss and what comes with it."""
+def make_metrics_program(objective: Objective):
+    """A jitted `(trained, base, batch) -> metrics`: the loss and its companion metrics."""
 
     @functools.partial(jax.jit, out_shardings=mesh_lib.replicated(objective.mesh))
-    def measure(trained: Params, base: Params, batch: Batch) -> Mapping[str, Float[Array, ""]]:
-        params = lora.joined(base, trained)
+    def measure(
+        trained: Params, base: Params, batch: SupervisedBatch
+    ) -> Mapping[str, Float[Array, ""]]:
+        params = lora.combine_params(base, trained)
 
-        def one(microbatch: Microbatch):
-            found = objective.loss(params, microbatch, batch)[1]
-            return {name: value for name, value in found.items() if name != "routers"}
+        def microbatch_metrics(microbatch: Microbatch):
+            metrics = objective.loss(params, microbatch, batch)[1]
+            return {name: value for name, value in metrics.items() if name != "routers"}
 
-        packed = objective.reader(batch).passed(params, batch.packed)
-        return packing.accumulate(packed, one)
+        packed = objective.forward_spec(batch).with_stage_outputs(params, batch.packed)
+        return packed_batch.accumulate(packed, microbatch_metrics)
 
     return measure

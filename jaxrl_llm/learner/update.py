@@ -20,107 +20,125 @@ from jaxrl_llm.algorithms import corrections, losses, selection
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.config import OptimizerConfig, RLConfig
 from jaxrl_llm.config.learner import RouterLossConfig
-from jaxrl_llm.data import packing
-from jaxrl_llm.data.packing import Microbatch, PackedBatch
-from jaxrl_llm.learner import distillation, eyes, optimizer, routing, wide
+from jaxrl_llm.learner import distillation, optimizer, router_replay
 from jaxrl_llm.learner import gradients as gradients_lib
-from jaxrl_llm.learner.batches import Order, minibatches, padding_share
-from jaxrl_llm.learner.models import Models
-from jaxrl_llm.learner.predict import Reader, is_on_policy, token_statistics, token_values
+from jaxrl_llm.learner.batches import UpdateOrder, minibatches, padding_share
+from jaxrl_llm.learner.job_models import Models
+from jaxrl_llm.learner.predict import ForwardSpec, is_on_policy, token_statistics, token_values
+from jaxrl_llm.learner.vision import trainable_encoder
 from jaxrl_llm.learner.weights import LearnerState, Trainable
 from jaxrl_llm.metrics import statistics
-from jaxrl_llm.metrics.clock import Clock
+from jaxrl_llm.metrics.timers import Clock
 from jaxrl_llm.models import flops, heads, lora
-from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.sharding import hosts, pools
+from jaxrl_llm.packing import packed_batch
+from jaxrl_llm.packing import token_fields as token_fields_lib
+from jaxrl_llm.packing.packed_batch import Microbatch, PackedBatch
+from jaxrl_llm.sharding import device_pools, multihost
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Minibatch, Rollouts
 
 Metrics = Mapping[str, Float[Array, ""]]
 
 
-def take_update(
+def optimizer_step(
     role: Trainable,
     config: OptimizerConfig,
     num_updates: int,
     packed: PackedBatch,
-    reader: Reader,
-    loss: gradients_lib.Loss,
+    forward: ForwardSpec,
+    loss: gradients_lib.MicrobatchLoss,
     compute_dtype: str,
     prefix: str,
     max_kl: float = math.inf,
-    whole: Callable[[Params], Params] = lambda params: params,
+    merge_params: Callable[[Params], Params] = lambda params: params,
 ) -> tuple[Trainable, Metrics]:
-    """Returns the role after one update on a batch, and the metrics of the update.
+    """The role after one optimizer update on a batch, and the metrics of the update.
 
     The program skips the update, and counts it in `PREFIX/skipped_updates`, if its loss or
     gradient, or a parameter or moment after it, is not finite, or its `actor/ppo_kl` is above
     `max_kl`. Gradients have the dtype of their backward pass; sums over microbatches are float32.
-    `whole` adds to the parameters what is not trained; `reader` says how stages read the batch.
+
+    Args:
+      role: The trained model. Its parameters and optimizer state are replaced.
+      num_updates: Updates of the whole run, for the learning rate schedule.
+      forward: The network with the inputs that pipeline stages and the vision tower need.
+      loss: The loss of one microbatch, by its parameters.
+      prefix: Of the metrics' names.
+      merge_params: Adds the frozen parameters to the trained ones.
     """
 
-    (value, metrics), gradients = gradients_lib.of_batch(
-        reader, whole, role.params, packed, loss, compute_dtype
+    (loss_value, metrics), gradients = gradients_lib.loss_and_gradients(
+        forward, merge_params, role.params, packed, loss, compute_dtype
     )
-    allowed = jnp.isfinite(value) & ~(metrics.get("actor/ppo_kl", jnp.zeros(())) > max_kl)
-    tower_rate = 0.0 if reader.eyes is None else reader.eyes.learning_rate
+    is_allowed = jnp.isfinite(loss_value) & ~(metrics.get("actor/ppo_kl", jnp.zeros(())) > max_kl)
+    tower_rate = 0.0 if forward.vision_encoder is None else forward.vision_encoder.learning_rate
     params, opt_state, norm, skipped = optimizer.apply_if_finite(
-        optimizer.make(config, num_updates, tower_rate),
+        optimizer.make_optimizer(config, num_updates, tower_rate),
         gradients,
         role.opt_state,
         role.params,
-        allowed,
-        look=optimizer.may_overflow(config, num_updates, tower_rate),
+        is_allowed,
+        check_results=optimizer.may_overflow(config, num_updates, tower_rate),
     )
     role = Trainable(params, opt_state, role.num_updates + ~skipped)
     return role, {
         **metrics,
         **optimizer.module_norms(gradients, f"{prefix}/grad_norm"),
-        f"{prefix}/loss": value,
+        f"{prefix}/loss": loss_value,
         f"{prefix}/grad_norm": norm,
         f"{prefix}/skipped_updates": skipped.astype(jnp.float32),
     }
 
 
-def after_routers(
-    router: RouterLossConfig, shape: Shape, role: Trainable, found: Mapping[str, Any], prefix: str
+def with_router_update(
+    router: RouterLossConfig,
+    shape: Architecture,
+    role: Trainable,
+    update_metrics: Mapping[str, Any],
+    prefix: str,
 ) -> tuple[Trainable, Metrics]:
-    """Returns a role after `take_update` with its selection biases moved, and router metrics.
+    """The role after `optimizer_step` with its selection biases moved, and metrics of the routers.
 
-    They come of the sums "routers" of the loss (`routing.penalty`), if it has any.
+    Both are computed from the sums "routers" of the loss (`router_replay.router_loss`), if it has
+    any.
     """
-    metrics = {name: value for name, value in found.items() if name != "routers"}
-    routers: Any = found.get("routers")
-    if not routers:
+    metrics = {name: value for name, value in update_metrics.items() if name != "routers"}
+    router_sums: Any = update_metrics.get("routers")
+    if not router_sums:
         return role, metrics
-    skipped = found[f"{prefix}/skipped_updates"] > 0
-    params = routing.rebalanced(router, shape, role.params, routers[0].load, skipped)
+    skipped = update_metrics[f"{prefix}/skipped_updates"] > 0
+    params = router_replay.with_balanced_biases(
+        router, shape, role.params, router_sums[0].load, skipped
+    )
     role = dataclasses.replace(role, params=params)
-    return role, {**metrics, **routing.metrics(router, routers)}
+    return role, {**metrics, **router_replay.router_metrics(router, router_sums)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Updater:
     """The updates of a step, for every learner of a run.
 
-    A program is `(learners, base, batch, packed, key, *, train_policy) -> (learners, metrics)`,
-    jitted, for the learners of one mesh, by name.
+    A program is `(learners, base_params, batch, packed, key, *, train_policy) -> (learners,
+    router_metrics)`, jitted, for the learners of one mesh, by name.
     """
 
     config: RLConfig
     models: Models
-    base: Params  # what the policy's adapters are added to; empty without adapters
-    homes: Mapping[str, Mesh]  # of "policy", "critic", "cost_critic": those that the run has
+    base_params: Params  # the frozen parameters under the policy's adapters; empty without adapters
+    meshes_by_role: Mapping[
+        str, Mesh
+    ]  # mesh of each learner of the run: "policy", "critic", "cost_critic"
     programs: Mapping[Mesh, Any]
-    # Is called with what each update computes, before anything waits for it.
-    meanwhile: Callable[[Any], None] = lambda pending: None
-    ready: Callable[[], None] = lambda: None  # waits until the programs are compiled
+    # Called with the pending results of each update, before anything waits for them.
+    on_wait: Callable[[Any], None] = lambda pending: None
+    wait_compiled: Callable[[], None] = lambda: None  # waits until the programs are compiled
 
     @property
     def program(self) -> Any:
         """The program of the policy's mesh."""
-        return self.programs[self.homes["policy"]]
+        return self.programs[self.meshes_by_role["policy"]]
 
     def __call__(
         self,
@@ -128,56 +146,64 @@ class Updater:
         state: LearnerState,
         rollouts: Rollouts,
         batch: Minibatch,
-        order: Order,
+        order: UpdateOrder,
         clock: Clock,
     ) -> tuple[LearnerState, dict[str, float]]:
-        """Returns the state after the updates of step `step` (from 1), and their mean metrics.
+        """The state after the updates of step `step` (from 1), and their mean metrics.
 
         Consumes the old state; times `update`. In the first `critic_warmup_steps` steps only the
-        critics learn. `order` says which sequences each update reads, see `batches.order`.
+        critics learn. `order` has the sequences of each update, see `batches.update_order`.
         """
         packer = self.models.packer
         train_policy = step > self.config.algorithm.critic_warmup_steps
-        found: list[dict[str, Any]] = []
+        update_metrics: list[dict[str, Any]] = []
         with clock("update") as watch:
-            self.ready()
-            # Before any update: the policy's devices make the copies for others, and would make
-            # them only after the updates before.
-            spread, fields = self.spread(batch), _wide_fields(rollouts)
-            if (gallery := self.models.gallery) is not None:
-                fields |= gallery.of_rollouts(rollouts)
+            self.wait_compiled()
+            # The copies for other meshes are dispatched before any update. Later, the policy's
+            # devices would make them only after the updates queued before, and critics would wait.
+            batch_by_mesh, token_fields = self.replicate_batch(batch), _token_fields(rollouts)
+            if (gallery := self.models.image_feature_cache) is not None:
+                token_fields |= gallery.rollout_token_fields(rollouts)
             for packed, update_key in minibatches(packer, rollouts, order):
-                if fields:
-                    packed = wide.carried(packed, self.homes["policy"], **fields)
-                if gallery is not None and gallery.learns:
-                    packed = gallery.showing(packed, rollouts)
+                if token_fields:
+                    packed = token_fields_lib.with_fields(
+                        packed, self.meshes_by_role["policy"], **token_fields
+                    )
+                if gallery is not None and gallery.is_trainable:
+                    packed = gallery.with_rollout_images(packed, rollouts)
                 state, metrics = self.update(
-                    state, spread, packed, update_key, train_policy=train_policy
+                    state, batch_by_mesh, packed, update_key, train_policy=train_policy
                 )
-                of_balance = statistics.of_balance(rollouts.lengths, packer.shares(packed))
-                if found:
-                    self.meanwhile(found[-1])
-                found.append({**watch(metrics), **of_balance})
-            self.meanwhile(found[-1])
-            means = statistics.mean(found)
+                balance = statistics.balance_metrics(
+                    rollouts.lengths, packer.sequences_by_device(packed)
+                )
+                # One update behind: the next one is dispatched already and keeps devices busy.
+                if update_metrics:
+                    self.on_wait(update_metrics[-1])
+                update_metrics.append({**watch(metrics), **balance})
+            self.on_wait(update_metrics[-1])
+            means = statistics.mean_metrics(update_metrics)
             if jax.process_count() > 1:
-                hosts.agree(f"step {step}", {"the learner state": state})
+                multihost.assert_equal(f"step {step}", {"the learner state": state})
         return state, means
 
     def flops(self, lengths: Int[np.ndarray, " B"]) -> float:
-        """Returns the operations of a step's updates; the policy's too while only critics learn."""
-        policy, value = self.models.policy.shape, self.models.value.shape
-        work = (len(self.homes) - 1) * flops.training(value, lengths, num_labels=1)
-        work += flops.training(policy, lengths, frozen=bool(self.base))
-        return work * self.config.trainer.epochs
+        """FLOPs of a step's updates; the policy's are counted while only critics learn, too."""
+        policy_shape, value_shape = self.models.policy.shape, self.models.value.shape
+        num_critics = len(self.meshes_by_role) - 1
+        total = num_critics * flops.training(value_shape, lengths, num_labels=1)
+        total += flops.training(policy_shape, lengths, frozen=bool(self.base_params))
+        return total * self.config.trainer.epochs
 
     def learners(self, state: LearnerState, mesh: Mesh) -> dict[str, Trainable]:
-        """Returns the learners of a mesh, as its program takes them."""
-        return {name: getattr(state, name) for name, home in self.homes.items() if home == mesh}
+        """The learners of a mesh by name, as its program takes them."""
+        return {
+            name: getattr(state, name) for name, home in self.meshes_by_role.items() if home == mesh
+        }
 
-    def spread(self, batch: Minibatch) -> Mapping[Mesh, Minibatch]:
-        """Returns all sequences of a step on each mesh that has learners."""
-        return {mesh: pools.whole(batch, mesh) for mesh in self.programs}
+    def replicate_batch(self, batch: Minibatch) -> Mapping[Mesh, Minibatch]:
+        """All sequences of a step, replicated on each mesh that has learners."""
+        return {mesh: device_pools.replicate_on_pool(batch, mesh) for mesh in self.programs}
 
     def update(
         self,
@@ -188,67 +214,75 @@ class Updater:
         *,
         train_policy: bool = True,
     ) -> tuple[LearnerState, Metrics]:
-        """Returns the state after one update, which consumes the old one, and its metrics.
+        """The state after one update, which consumes the old one, and its metrics.
 
-        `batch` is as `spread` returns it, `packed` the sequences of it that make this minibatch.
+        `batch` is the result of `replicate_batch`; `packed` has those of its sequences that make
+        this minibatch.
         """
         metrics: dict[str, Any] = {}
         on_host = "optimizer" in self.config.mesh.on_host
         # Each call only dispatches: programs of different devices run at the same time.
         for mesh, program in self.programs.items():
-            mine: dict[str, Any] = self.learners(state, mesh)
-            base = self.base if "policy" in mine else {}
-            here = packed if "policy" in mine else wide.without(packed)
+            learners: dict[str, Any] = self.learners(state, mesh)
+            base = self.base_params if "policy" in learners else {}
+            mesh_packed = (
+                packed if "policy" in learners else token_fields_lib.without_fields(packed)
+            )
             if on_host:
-                mine = _moved_optimizers(pools.working, mine)
+                learners = _with_moved_optimizers(device_pools.to_device_memory, learners)
             with jax.set_mesh(mesh):
-                of_step = pools.given((batch[mesh], here, key), mesh)
-                mine, found = program(mine, base, *of_step, train_policy=train_policy)
+                step_inputs = device_pools.localize_inputs((batch[mesh], mesh_packed, key), mesh)
+                learners, mesh_metrics = program(
+                    learners, base, *step_inputs, train_policy=train_policy
+                )
             if on_host:
-                mine = _moved_optimizers(pools.resting, mine)
-            state = dataclasses.replace(state, **mine)
-            metrics |= found
+                learners = _with_moved_optimizers(device_pools.to_host_memory, learners)
+            state = dataclasses.replace(state, **learners)
+            metrics |= mesh_metrics
         return state, {**metrics, "perf/padding_share": padding_share(packed)}
 
 
-def _wide_fields(rollouts: Rollouts) -> dict[str, np.ndarray]:
-    """Returns what packed rows carry of a step's sequences beside their tokens."""
-    routes, lessons = rollouts.routes, rollouts.lessons
+def _token_fields(rollouts: Rollouts) -> dict[str, np.ndarray]:
+    """The per-token fields [B, T, _] that packed rows have beside tokens, by name."""
+    routes, lessons = rollouts.routed_experts, rollouts.teacher_log_probs
     fields = {} if routes is None else {"routes": routes}
     if lessons is not None:
-        fields |= {"listed": lessons.tokens, "listed_log_probs": lessons.log_probs}
+        fields |= {"teacher_tokens": lessons.tokens, "teacher_log_probs": lessons.log_probs}
     return fields
 
 
-def _moved_optimizers(move: Callable[[Any], Any], learners: Mapping[str, Trainable]):
+def _with_moved_optimizers(move: Callable[[Any], Any], learners: Mapping[str, Trainable]):
     moved = lambda role: dataclasses.replace(role, opt_state=move(role.opt_state))  # noqa: E731
     return {name: moved(role) for name, role in learners.items()}
 
 
-def updater(
+def make_updater(
     config: RLConfig,
     models: Models,
     base: Params,
     state: LearnerState,
-    meanwhile: Callable[[Any], None] = lambda pending: None,
+    on_wait: Callable[[Any], None] = lambda pending: None,
 ) -> Updater:
-    """Returns the updates of a run, compiled once; of `state` only shapes and shardings are read.
+    """The updates of a run, with one jitted program per mesh.
 
-    `base` is what the policy's adapters are added to; empty without adapters. `meanwhile` is called
-    with what each update computes, before anything waits for it.
+    Only shapes and shardings of `state` are read.
+
+    Args:
+      base: The frozen parameters under the policy's adapters; empty without adapters.
+      on_wait: Called with the pending results of each update, before anything waits for them.
     """
     algorithm = config.algorithm
     compute_dtype = config.model.compute_dtype
-    ask = functools.partial(
+    policy_statistics = functools.partial(
         token_statistics,
         models.policy,
         temperature=config.rollout.temperature or 1.0,
         chunk=config.model.vocab_chunk,
     )
     distills = bool(config.distillation.teachers)
-    lists = distills and config.distillation.loss == "forward_kl"
+    uses_top_k = distills and config.distillation.loss == "forward_kl"
     on_policy = is_on_policy(config)
-    entropy: heads.Entropy = "value" if on_policy else "none"
+    entropy: heads.EntropyMode = "value" if on_policy else "none"
     if algorithm.entropy_coef:
         entropy = "gradient"
     max_kl = config.alerts.kl.limit if config.alerts.kl.action == "skip" else math.inf
@@ -258,71 +292,112 @@ def updater(
         num_sequences, width = batch.tokens.shape
         denominators = minibatch_denominators(batch.loss_mask, scale)
         if distills:
-            lesson = distillation.Lesson.of(packed, batch)
-            taught = minibatch_denominators(lesson.mask)
-            batch = batch if on_policy else distillation.advised(config, batch, lesson)
-        reader = Reader(
+            teacher = distillation.MaskedTeacherLogProbs.from_packed(packed, batch)
+            teacher_denominators = minibatch_denominators(teacher.mask)
+            batch = (
+                batch
+                if on_policy
+                else distillation.with_distillation_reward(config, batch, teacher)
+            )
+        forward = ForwardSpec(
             models.policy,
             batch.tokens,
-            lambda microbatch: routing.told(config.router, microbatch, batch.response_mask),
-            eyes.of(config, models.policy),
+            lambda microbatch: router_replay.router_inputs(
+                config.router, microbatch, batch.response_mask
+            ),
+            trainable_encoder.make_vision_encoder(config, models.policy),
         )
-        # What clip_cov and kl_cov choose from the whole minibatch.
-        chosen = jnp.zeros((num_sequences, width), bool)
+        # The tokens that clip_cov and kl_cov select over the whole minibatch.
+        selection_mask = jnp.zeros((num_sequences, width), bool)
         if algorithm.policy_loss in selection.SELECTIONS:
 
-            def before(microbatch: Microbatch):
-                params = lora.joined(base, role.params)
-                told = reader.told(microbatch)
-                found, _ = ask(params, batch.tokens, microbatch, entropy="none", routing=told)
-                return microbatch.unpacked(found.log_probs, batch.lengths, width)
+            def microbatch_log_probs(microbatch: Microbatch):
+                params = lora.combine_params(base, role.params)
+                router_inputs = forward.router_inputs(microbatch)
+                outputs, _ = policy_statistics(
+                    params, batch.tokens, microbatch, entropy="none", routing=router_inputs
+                )
+                return microbatch.to_sequences(outputs.log_probs, batch.lengths, width)
 
-            passed = reader.passed(lora.joined(base, role.params), packed)
-            values = packing.by_sequence(passed, before, num_sequences, width)
-            chosen = selection.select(algorithm, values, batch, key)
+            staged = forward.with_stage_outputs(lora.combine_params(base, role.params), packed)
+            log_probs_before = packed_batch.map_to_sequences(
+                staged, microbatch_log_probs, num_sequences, width
+            )
+            selection_mask = selection.select(algorithm, log_probs_before, batch, key)
 
         def loss(params: Params, microbatch: Microbatch):
-            whole, told = lora.joined(base, params), reader.told(microbatch)
-            listed = microbatch.listed if lists else None
-            found, routed = ask(
-                whole, batch.tokens, microbatch, entropy=entropy, routing=told, listed=listed
+            all_params, router_inputs = (
+                lora.combine_params(base, params),
+                forward.router_inputs(microbatch),
             )
-            unpack = functools.partial(microbatch.unpacked, lengths=batch.lengths, width=width)
-            log_probs = unpack(found.log_probs)
+            listed = microbatch.teacher_tokens if uses_top_k else None
+            outputs, routed = policy_statistics(
+                all_params,
+                batch.tokens,
+                microbatch,
+                entropy=entropy,
+                routing=router_inputs,
+                listed=listed,
+            )
+            unpack = functools.partial(microbatch.to_sequences, lengths=batch.lengths, width=width)
+            log_probs = unpack(outputs.log_probs)
             rows = jax.tree.map(microbatch.take, batch)
-            now = jax.lax.stop_gradient(log_probs)
+            detached = jax.lax.stop_gradient(log_probs)
+            # In a step of one update the old policy is this one: its log-probs are the old ones,
+            # without a gradient, and a pass over the step is saved (`predict.is_on_policy`).
             if on_policy:
-                rows = dataclasses.replace(rows, old_log_probs=now)
+                rows = dataclasses.replace(rows, old_log_probs=detached)
             if distills:
-                here = jax.tree.map(microbatch.take, lesson)
-                rows = distillation.advised(config, rows, here) if on_policy else rows
-            selected = microbatch.take(chosen)
-            value, metrics = losses.policy_objective(
-                algorithm, log_probs, unpack(found.entropies), rows, selected, denominators
+                teacher_rows = jax.tree.map(microbatch.take, teacher)
+                rows = (
+                    distillation.with_distillation_reward(config, rows, teacher_rows)
+                    if on_policy
+                    else rows
+                )
+            selected = microbatch.take(selection_mask)
+            loss_value, metrics = losses.policy_objective(
+                algorithm, log_probs, unpack(outputs.entropies), rows, selected, denominators
             )
             if distills:
-                of_listed = distillation.of_listed(config, microbatch, found)
-                of_listed = jax.tree.map(unpack, of_listed)
-                divergence, of_teachers = distillation.objective(
-                    config, log_probs, here, of_listed, denominators, taught
+                top_k_terms = distillation.top_k_divergence(config, microbatch, outputs)
+                top_k_terms = jax.tree.map(unpack, top_k_terms)
+                divergence, teacher_metrics = distillation.distillation_loss(
+                    config,
+                    log_probs,
+                    teacher_rows,
+                    top_k_terms,
+                    denominators,
+                    teacher_denominators,
                 )
-                value, metrics = value + divergence, {**metrics, **of_teachers}
-            seen = microbatch.put(jnp.zeros_like(batch.old_log_probs), now)
-            extra, of_routers = routing.penalty(config.router, routed, batch.response_mask)
-            return value + extra, {**metrics, **of_routers, "log_probs": seen}
+                loss_value, metrics = loss_value + divergence, {**metrics, **teacher_metrics}
+            step_log_probs = microbatch.put(jnp.zeros_like(batch.old_log_probs), detached)
+            router_loss, router_sums = router_replay.router_loss(
+                config.router, routed, batch.response_mask
+            )
+            metrics = {**metrics, **router_sums, "log_probs": step_log_probs}
+            return loss_value + router_loss, metrics
 
-        of_batch = packed, reader, loss, compute_dtype, "actor", max_kl
-        whole = functools.partial(lora.joined, base)
-        role, found = take_update(
-            role, config.trainer.optimizer, config.num_updates, *of_batch, whole
+        role, update_metrics = optimizer_step(
+            role,
+            config.trainer.optimizer,
+            config.num_updates,
+            packed,
+            forward,
+            loss,
+            compute_dtype,
+            prefix="actor",
+            max_kl=max_kl,
+            merge_params=functools.partial(lora.combine_params, base),
         )
         # An entropy that was not computed is left out, not zero.
-        unseen = {"log_probs", *(["actor/entropy"] if entropy == "none" else [])}
-        role, metrics = after_routers(config.router, models.policy.shape, role, found, "actor")
-        metrics = {name: value for name, value in metrics.items() if name not in unseen}
+        dropped_names = {"log_probs", *(["actor/entropy"] if entropy == "none" else [])}
+        role, metrics = with_router_update(
+            config.router, models.policy.shape, role, update_metrics, "actor"
+        )
+        metrics = {name: value for name, value in metrics.items() if name not in dropped_names}
         if on_policy:
             metrics |= corrections.engine_gap(
-                found["log_probs"], batch.rollout_log_probs, batch.response_mask
+                update_metrics["log_probs"], batch.rollout_log_probs, batch.response_mask
             )
         return role, metrics
 
@@ -331,25 +406,36 @@ def updater(
     ):
         denominators = minibatch_denominators(batch.loss_mask, scale)
 
-        def told(microbatch: Microbatch):
-            whole = routing.told(config.router, microbatch, batch.response_mask)
-            return dataclasses.replace(whole, given=None)  # the routes are the policy's
+        def critic_router_inputs(microbatch: Microbatch):
+            policy_inputs = router_replay.router_inputs(
+                config.router, microbatch, batch.response_mask
+            )
+            return dataclasses.replace(policy_inputs, replayed=None)  # the routes are the policy's
 
-        reader = Reader(models.value, batch.tokens, told)
+        forward = ForwardSpec(models.value, batch.tokens, critic_router_inputs)
 
         def loss(params: Params, microbatch: Microbatch):
-            of_rows = batch.tokens, microbatch, told(microbatch)
-            values, routed = token_values(models.value, params, *of_rows)
-            values = microbatch.unpacked(values, batch.lengths, batch.tokens.shape[1])
-            before, wanted, mask = map(microbatch.take, (old, returns, batch.loss_mask))
-            value, metrics = losses.value_loss(
-                algorithm, values, before, wanted, mask, denominators, prefix
+            values, routed = token_values(
+                models.value, params, batch.tokens, microbatch, critic_router_inputs(microbatch)
             )
-            extra, _ = routing.penalty(config.router, routed, batch.response_mask)
-            return value + extra, metrics
+            values = microbatch.to_sequences(values, batch.lengths, batch.tokens.shape[1])
+            old_values, targets, mask = map(microbatch.take, (old, returns, batch.loss_mask))
+            loss_value, metrics = losses.value_loss(
+                algorithm, values, old_values, targets, mask, denominators, prefix
+            )
+            router_loss, _ = router_replay.router_loss(config.router, routed, batch.response_mask)
+            return loss_value + router_loss, metrics
 
-        of_batch = packed, reader, loss, compute_dtype, prefix
-        return take_update(role, config.critic.optimizer, config.num_updates, *of_batch)
+        return optimizer_step(
+            role,
+            config.critic.optimizer,
+            config.num_updates,
+            packed,
+            forward,
+            loss,
+            compute_dtype,
+            prefix,
+        )
 
     def update(
         learners: dict[str, Trainable],
@@ -360,42 +446,49 @@ def updater(
         *,
         train_policy: bool,
     ):
-        here = packed.chosen[:, None]
+        in_minibatch = packed.is_member[:, None]
         batch = dataclasses.replace(
-            batch, loss_mask=batch.loss_mask & here, response_mask=batch.response_mask & here
+            batch,
+            loss_mask=batch.loss_mask & in_minibatch,
+            response_mask=batch.response_mask & in_minibatch,
         )
-        if algorithm.mask_truncated:  # such responses count in the losses of routers neither
-            kept = batch.loss_mask.any(1, keepdims=True)
-            batch = dataclasses.replace(batch, response_mask=batch.response_mask & kept)
-        of_critics = {
+        if algorithm.mask_truncated:  # the losses of routers leave such responses out too
+            has_loss = batch.loss_mask.any(1, keepdims=True)
+            batch = dataclasses.replace(batch, response_mask=batch.response_mask & has_loss)
+        critic_targets = {
             "critic": (batch.values, batch.returns),
             "cost_critic": (batch.cost_values, batch.cost_returns),
         }
-        after, metrics = dict(learners), dict[str, Array]()
-        for name, targets in of_critics.items():
+        updated, metrics = dict(learners), dict[str, Array]()
+        for name, (old, returns) in critic_targets.items():
             if name in learners:
-                after[name], found = critic_update(learners[name], batch, packed, *targets, name)
-                metrics |= found
+                updated[name], role_metrics = critic_update(
+                    learners[name], batch, packed, old, returns, name
+                )
+                metrics |= role_metrics
         if train_policy and "policy" in learners:
-            after["policy"], found = policy_update(learners["policy"], base, batch, packed, key)
-            metrics |= found
-        return after, metrics
+            updated["policy"], role_metrics = policy_update(
+                learners["policy"], base, batch, packed, key
+            )
+            metrics |= role_metrics
+        return updated, metrics
 
     critics = {"critic": state.critic, "cost_critic": state.cost_critic}
     homes = {"policy": models.meshes["policy"]}
     homes |= {name: models.meshes["critic"] for name, role in critics.items() if role.params}
-    made = Updater(config, models, base, homes, {}, meanwhile)
+    without_programs = Updater(config, models, base, homes, {}, on_wait)
 
-    def on(mesh: Mesh):
+    def jit_update(mesh: Mesh):
+        learners = without_programs.learners(state, mesh)
         return jax.jit(
             update,
             static_argnames="train_policy",
             donate_argnums=0,
             out_shardings=(
-                jax.tree.map(lambda a: pools.in_use(a.sharding), made.learners(state, mesh)),
+                jax.tree.map(lambda a: device_pools.device_sharding(a.sharding), learners),
                 mesh_lib.replicated(mesh),
             ),
         )
 
-    programs = {mesh: on(mesh) for mesh in dict.fromkeys(homes.values())}
-    return dataclasses.replace(made, programs=programs)
+    programs = {mesh: jit_update(mesh) for mesh in dict.fromkeys(homes.values())}
+    return dataclasses.replace(without_programs, programs=programs)

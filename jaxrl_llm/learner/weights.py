@@ -1,4 +1,4 @@
-"""The weights of a job: which learn, which stay frozen, and how each begins."""
+"""The weights of a job: which are trained, which stay frozen, and their initial values."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,24 +11,23 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.algorithms import needs
+from jaxrl_llm.algorithms import requirements
 from jaxrl_llm.config import JobConfig, OptimizerConfig, RLConfig
-from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner import optimizer
-from jaxrl_llm.learner.models import Models
-from jaxrl_llm.models import huggingface, peft_folder
-from jaxrl_llm.models.tower import Tower
+from jaxrl_llm.learner import job_models, optimizer
+from jaxrl_llm.learner.job_models import Models
+from jaxrl_llm.models.hf import checkpoint, peft_adapter
 from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.models.vision.encoder import VisionEncoder
+from jaxrl_llm.sharding import device_pools
 from jaxrl_llm.sharding import mesh as mesh_lib
-from jaxrl_llm.sharding import pools
 
-_ADAPTERS = 1  # folded into the seed for their first values
+_ADAPTER_SEED = 1  # folded into the seed of the initial adapters
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Trainable:
-    """Parameters and their optimizer. A role without a model has no parameters."""
+    """Parameters and their optimizer state. A role without a model has no parameters."""
 
     params: Params
     opt_state: Any
@@ -38,7 +37,7 @@ class Trainable:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LearnerState:
-    """All that RL changes; what a checkpoint holds."""
+    """All state that RL changes: the content of a checkpoint."""
 
     policy: Trainable
     critic: Trainable
@@ -47,42 +46,44 @@ class LearnerState:
     log_multiplier: Float[Array, ""]  # of Safe-RLHF's cost
 
 
-class Scalar(NamedTuple):
-    """A reward or cost model: frozen, one number a sequence."""
+class RewardModel(NamedTuple):
+    """A frozen reward or cost model: one score per sequence."""
 
     network: Network
     params: Params
 
 
-class Teacher(NamedTuple):
-    """A frozen language model that says how likely tokens are."""
+class TeacherModel(NamedTuple):
+    """A frozen language model whose log-probs the policy is distilled from."""
 
     network: Network
     params: Params
 
 
 @dataclasses.dataclass(frozen=True)
-class Frozen:
+class FrozenModels:
     """Weights that RL never changes; empty where a run has no such model."""
 
     reference: Params = dataclasses.field(default_factory=dict)
-    base: Params = dataclasses.field(default_factory=dict)  # what adapters are added to
-    scorers: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
-    teachers: Mapping[str, Teacher] = dataclasses.field(default_factory=dict)
+    base_params: Params = dataclasses.field(default_factory=dict)  # under the policy's adapters
+    scorers: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)
+    teachers: Mapping[str, TeacherModel] = dataclasses.field(default_factory=dict)
 
 
-def trainable(params: Params, config: OptimizerConfig, num_updates: int, mesh: Mesh) -> Trainable:
-    """Returns parameters with a fresh optimizer; its moments are split as the parameters are."""
-    transformation = optimizer.make(config, num_updates)
-    shardings = jax.tree.map(lambda a: a.sharding, abstract_optimizer(transformation, params, mesh))
+def make_trainable(
+    params: Params, config: OptimizerConfig, num_updates: int, mesh: Mesh
+) -> Trainable:
+    """Parameters with a fresh optimizer state, whose moments are sharded like the parameters."""
+    transformation = optimizer.make_optimizer(config, num_updates)
+    shardings = jax.tree.map(lambda a: a.sharding, abstract_opt_state(transformation, params, mesh))
     opt_state = jax.jit(transformation.init, out_shardings=shardings)(params)
-    return Trainable(params, opt_state, mesh_lib.everywhere(np.int32(0), mesh))
+    return Trainable(params, opt_state, mesh_lib.replicate_host_value(np.int32(0), mesh))
 
 
-def abstract_optimizer(
+def abstract_opt_state(
     transformation: optax.GradientTransformation, params: Params, mesh: Mesh
 ) -> Any:
-    """Returns shapes and shardings of the optimizer's state; `params` may be abstract too."""
+    """Shapes and shardings of the optimizer state; `params` may be abstract too."""
     abstract_state = jax.eval_shape(transformation.init, params)
     shardings = optax.tree_map_params(
         transformation,
@@ -100,39 +101,41 @@ def _with_shardings(shapes: Any, shardings: Any) -> Any:
     )
 
 
-def abstract(tree: Any) -> Any:
-    """Returns shapes, dtypes and shardings of a tree of arrays, as `Saver.restore` takes them."""
+def abstract_arrays(tree: Any) -> Any:
+    """Shapes, dtypes and shardings of a tree of arrays, as `Saver.restore` takes them."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
 
 
 def abstract_params(network: Network, mesh: Mesh) -> Params:
-    """Returns `abstract` of a network's parameters in training."""
-    return _with_shardings(network.abstract(), models_lib.train_shardings(network, mesh))
+    """Shapes and shardings of a network's parameters in training."""
+    return _with_shardings(network.abstract_params(), job_models.train_shardings(network, mesh))
 
 
-def abstract_tower(tower: Tower, network: Network, mesh: Mesh) -> Params:
-    """Returns `abstract` of the parameters of a tower beside a network."""
+def abstract_tower(tower: VisionEncoder, network: Network, mesh: Mesh) -> Params:
+    """Shapes and shardings of the vision tower's parameters, for a network without it."""
     shape = dataclasses.replace(network.shape, vision=tower.vision)
     return abstract_params(dataclasses.replace(network, shape=shape), mesh)["vision"]
 
 
 def abstract_trained(network: Network, mesh: Mesh) -> Params:
-    """Returns `abstract` of what is trained of a network: all of it, or as `divided` says."""
-    whole = abstract_params(network, mesh)
+    """Shapes and shardings of the trained parameters of a network; with LoRA as in
+    `split_trainable`.
+    """
+    all_params = abstract_params(network, mesh)
     if not network.lora.rank:
-        return whole
-    shardings = models_lib.adapter_shardings(network, mesh)
-    score = {"score": whole["score"]} if network.head == "scalar" else {}
+        return all_params
+    shardings = job_models.adapter_shardings(network, mesh)
+    score = {"score": all_params["score"]} if network.head == "scalar" else {}
     return _with_shardings(network.abstract_adapters(), shardings) | score
 
 
-def divided(
+def split_trainable(
     config: JobConfig, network: Network, mesh: Mesh, params: Params
 ) -> tuple[Params, Params]:
-    """Returns what is trained of a network with these parameters, and what stays as it is.
+    """Splits parameters into trained and frozen ones.
 
-    With LoRA the adapters are trained, and a scalar head: those of the folder `lora.path`, else
-    such that change nothing yet, and the given head.
+    Without LoRA all are trained. With LoRA the adapters are, of the folder `lora.path` or else
+    initialized to change nothing yet, and a scalar head, as it is in `params`.
     """
     if not network.lora.rank:
         return params, {}
@@ -140,162 +143,167 @@ def divided(
     base = {name: value for name, value in params.items() if name not in score}
     if config.lora.path:
         shardings = jax.tree.map(lambda a: a.sharding, abstract_trained(network, mesh))
-        return score | peft_folder.load(config.lora.path, network, shardings), base
-    key = jax.random.fold_in(jax.random.key(config.seed), _ADAPTERS)
-    shardings = models_lib.adapter_shardings(network, mesh)
+        return score | peft_adapter.load(config.lora.path, network, shardings), base
+    key = jax.random.fold_in(jax.random.key(config.seed), _ADAPTER_SEED)
+    shardings = job_models.adapter_shardings(network, mesh)
     return jax.jit(network.init_adapters, out_shardings=shardings)(key) | score, base
 
 
 def initial_policy(config: JobConfig, models: Models) -> Params:
-    """Returns the policy's first weights, sharded: of the folder, or random by the seed."""
+    """The policy's initial weights, sharded: of the model folder, or random by the seed."""
     if config.model.path:
-        return _read(config.model.path, models.policy, models.mesh)
+        return _load(config.model.path, models.policy, models.mesh)
     make = jax.jit(models.policy.init, out_shardings=models.policy_shardings)
     return make(jax.random.key(config.seed))
 
 
-def initial(config: JobConfig, models: Models) -> Params:
-    """Returns the first weights of what a job trains.
+def initial_params(config: JobConfig, models: Models) -> Params:
+    """The initial weights of the model that a job trains.
 
-    Those of a reward model are a classifier's of the folder, or the policy's with a head of zeros.
+    A reward model starts from the classifier in the model folder, or from the policy's weights with
+    a scalar head of zeros.
     """
     if config.trained_head == "lm":
         return initial_policy(config, models)
     if config.model.path:
-        return _read(config.model.path, models.value, models.meshes["reward"])
-    return scalar_from_policy(models, initial_policy(config, models), "reward")
+        return _load(config.model.path, models.value, models.meshes["reward"])
+    return scalar_head_from_policy(models, initial_policy(config, models), "reward")
 
 
-def scalar_from_policy(models: Models, policy_params: Params, role: str) -> Params:
-    """Returns a copy of the policy's body with a scalar head of zeros, on the role's mesh."""
+def scalar_head_from_policy(models: Models, policy_params: Params, role: str) -> Params:
+    """A copy of the policy's decoder with a scalar head of zeros, on the role's mesh."""
     body = {k: v for k, v in policy_params.items() if k not in ("head", "vision")}
 
-    def make(body):
+    def make_params(body):
         score = jnp.zeros((1, models.policy.shape.hidden_size), models.value.param_dtype)
         return {**jax.tree.map(jnp.copy, body), "score": score}
 
-    here = models_lib.train_shardings(models.value, models.mesh)
-    there = models_lib.train_shardings(models.value, models.meshes[role])
-    return pools.move(jax.jit(make, out_shardings=here)(body), there)
-
-
-def initial_state(config: RLConfig, models: Models, policy_params: Params) -> LearnerState:
-    """Returns the state RL begins with; critics without a folder begin at the policy's weights.
-
-    With LoRA the policy of the state is its adapters alone.
-    """
-    algorithm, needed = config.algorithm, needs.of(config.algorithm)
-    kl_coef = np.float32(needed.reference and algorithm.kl_coef)
-    log_multiplier = jnp.log(jnp.float32(algorithm.multiplier_init))
-
-    def begun(params: Params, of: OptimizerConfig, mesh: Mesh) -> Trainable:
-        role = trainable(params, of, config.num_updates, mesh)
-        if "optimizer" in config.mesh.on_host:
-            role = dataclasses.replace(role, opt_state=pools.resting(role.opt_state))
-        return role
-
-    def critic(wanted: bool) -> Trainable:
-        params: Params = {}
-        mesh = models.meshes["critic"]
-        if wanted and config.critic.path:
-            params = _read(config.critic.path, models.value, mesh)
-        elif wanted:
-            params = scalar_from_policy(models, policy_params, "critic")
-        return begun(params, config.critic.optimizer, mesh)
-
-    trained, _ = divided(config, models.policy, models.mesh, policy_params)
-    return LearnerState(
-        policy=begun(trained, config.trainer.optimizer, models.mesh),
-        critic=critic(needed.critic),
-        cost_critic=critic(needed.cost_critic),
-        kl_coef=mesh_lib.everywhere(kl_coef, models.mesh),
-        log_multiplier=mesh_lib.everywhere(log_multiplier, models.mesh),
+    policy_shardings = job_models.train_shardings(models.value, models.mesh)
+    role_shardings = job_models.train_shardings(models.value, models.meshes[role])
+    return device_pools.move_to_pool(
+        jax.jit(make_params, out_shardings=policy_shardings)(body), role_shardings
     )
 
 
-def frozen(
-    config: RLConfig, models: Models, policy_params: Params, trained: Mapping[str, Params]
-) -> Frozen:
-    """Returns reference, reward and cost models, teachers, and the base of adapters.
+def initial_state(config: RLConfig, models: Models, policy_params: Params) -> LearnerState:
+    """The state RL begins with; critics without a folder begin with the policy's weights.
 
-    `policy_params` are those that RL begins with; the reference too, unless it has a folder.
-    `trained` are those of the reward and cost models without a folder, by name.
+    With LoRA the state has only the adapters of the policy.
+    """
+    algorithm, needed = config.algorithm, requirements.requirements(config.algorithm)
+    kl_coef = np.float32(needed.reference and algorithm.kl_coef)
+    log_multiplier = jnp.log(jnp.float32(algorithm.multiplier_init))
+
+    def fresh_role(params: Params, optimizer_config: OptimizerConfig, mesh: Mesh) -> Trainable:
+        role = make_trainable(params, optimizer_config, config.num_updates, mesh)
+        if "optimizer" in config.mesh.on_host:
+            role = dataclasses.replace(role, opt_state=device_pools.to_host_memory(role.opt_state))
+        return role
+
+    def critic(is_needed: bool) -> Trainable:
+        params: Params = {}
+        mesh = models.meshes["critic"]
+        if is_needed and config.critic.path:
+            params = _load(config.critic.path, models.value, mesh)
+        elif is_needed:
+            params = scalar_head_from_policy(models, policy_params, "critic")
+        return fresh_role(params, config.critic.optimizer, mesh)
+
+    trained, _ = split_trainable(config, models.policy, models.mesh, policy_params)
+    return LearnerState(
+        policy=fresh_role(trained, config.trainer.optimizer, models.mesh),
+        critic=critic(needed.critic),
+        cost_critic=critic(needed.cost_critic),
+        kl_coef=mesh_lib.replicate_host_value(kl_coef, models.mesh),
+        log_multiplier=mesh_lib.replicate_host_value(log_multiplier, models.mesh),
+    )
+
+
+def load_frozen(
+    config: RLConfig, models: Models, policy_params: Params, trained: Mapping[str, Params]
+) -> FrozenModels:
+    """Loads the frozen models: reference, reward and cost models, teachers, the adapters' base.
+
+    Args:
+      policy_params: Those that RL begins with; the reference has them too unless it has a folder.
+      trained: Parameters of the reward and cost models without a folder, by name.
     """
     scorers = {}
     for name, model in {**config.rewards.models, **config.rewards.cost_models}.items():
         if model.path:
-            net = network_of(config, models, model.path, "scalar")
-            scorers[name] = Scalar(net, _read(model.path, net, models.meshes["reward"]))
+            net = role_network(config, models, model.path, "scalar")
+            scorers[name] = RewardModel(net, _load(model.path, net, models.meshes["reward"]))
         else:
-            scorers[name] = Scalar(models.value, trained[name])
+            scorers[name] = RewardModel(models.value, trained[name])
     teachers = {}
     for name, teacher in config.distillation.teachers.items():
-        net = network_of(config, models, teacher.path, "lm")
-        teachers[name] = Teacher(net, _read(teacher.path, net, models.meshes["reward"]))
+        net = role_network(config, models, teacher.path, "lm")
+        teachers[name] = TeacherModel(net, _load(teacher.path, net, models.meshes["reward"]))
     reference: Params = {}
-    if needs.of(config.algorithm).reference:
-        reference = first_reference(config, models, policy_params)
+    if requirements.requirements(config.algorithm).reference:
+        reference = initial_reference(config, models, policy_params)
         if "reference" in config.mesh.on_host and not config.lora.rank:
-            reference = pools.resting(reference)
-    return Frozen(reference, policy_params if config.lora.rank else {}, scorers, teachers)
+            reference = device_pools.to_host_memory(reference)
+    return FrozenModels(reference, policy_params if config.lora.rank else {}, scorers, teachers)
 
 
-def _read(path: str, network: Network, mesh: Mesh) -> Params:
-    return huggingface.load(path, network, models_lib.train_shardings(network, mesh))
+def _load(path: str, network: Network, mesh: Mesh) -> Params:
+    return checkpoint.load(path, network, job_models.train_shardings(network, mesh))
 
 
-def first_reference(config: JobConfig, models: Models, policy_params: Params) -> Params:
-    """Returns the frozen reference: of its folder, or the policy's first weights."""
+def initial_reference(config: JobConfig, models: Models, policy_params: Params) -> Params:
+    """The frozen reference: from its folder, or the policy's initial weights."""
     mesh = models.meshes["reference"]
     if config.reference_folder:
-        return _read(config.reference_folder, models.policy, mesh)
+        return _load(config.reference_folder, models.policy, mesh)
     if mesh != models.mesh:
-        return pools.move(policy_params, models_lib.train_shardings(models.policy, mesh))
+        return device_pools.move_to_pool(
+            policy_params, job_models.train_shardings(models.policy, mesh)
+        )
     if config.lora.rank:
         return policy_params  # only adapters change
     copy = lambda tree: jax.tree.map(jnp.copy, tree)  # noqa: E731
     return jax.jit(copy, out_shardings=models.policy_shardings)(policy_params)
 
 
-def network_of(
+def role_network(
     config: JobConfig, models: Models, path: str, head: Literal["lm", "scalar"]
 ) -> Network:
-    """Returns the network of a reward or cost model, or a teacher; its shape is its folder's."""
-    shape, mesh = huggingface.read_shape(path), models.meshes["reward"]
-    net = models_lib.network(config, shape, head, mesh)
+    """The network of a reward or cost model or a teacher, by the config of its folder."""
+    shape, mesh = checkpoint.read_architecture(path), models.meshes["reward"]
+    net = job_models.make_network(config, shape, head, mesh)
     # A teacher is compared with the policy: both are distributions over the same tokens.
     return dataclasses.replace(net, suppressed_tokens=models.policy.suppressed_tokens)
 
 
-def folders_of_roles(config: RLConfig, models: Models) -> list[tuple[str, Network]]:
+def role_folders(config: RLConfig, models: Models) -> list[tuple[str, Network]]:
     """The folders of all models of RL but the policy, each with its network; "": no folder."""
-    needed = needs.of(config.algorithm)
+    needed = requirements.requirements(config.algorithm)
     folders = [
         (config.reference.path if needed.reference else "", models.policy),
         (config.critic.path if needed.critic else "", models.value),
     ]
     for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
         if model.path:
-            folders.append((model.path, network_of(config, models, model.path, "scalar")))
+            folders.append((model.path, role_network(config, models, model.path, "scalar")))
     for teacher in config.distillation.teachers.values():
-        folders.append((teacher.path, network_of(config, models, teacher.path, "lm")))
+        folders.append((teacher.path, role_network(config, models, teacher.path, "lm")))
     return folders
 
 
 def check_folders(config: JobConfig, models: Models, others: Sequence[tuple[str, Network]]) -> None:
     """Checks every model folder of a job by its headers, before any weights are read.
 
-    `others` are folders beside that of the trained model, each with the network it must fit; "" is
-    none.
+    `others` are the folders of the other models, each with the network it must fit; "" is none.
 
     Raises:
       CheckpointFormatError: If one is missing, cut short, or does not fit its role.
     """
     trained = models.value if config.trained_head == "scalar" else models.policy
     if config.lora.path:
-        peft_folder.check(config.lora.path, trained)
+        peft_adapter.check(config.lora.path, trained)
     for path, net in ((config.model.path, trained), *others):
         if path:
-            huggingface.check(path, net)
+            checkpoint.check(path, net)
             for mesh in set(models.meshes.values()):
-                models_lib.check_heads(config, mesh, net.shape)
+                job_models.check_heads(config, mesh, net.shape)

@@ -1,7 +1,7 @@
-"""Alerts: checks of a run's own numbers, and what happens when one is out of bounds.
+"""Alerts: thresholds on the metrics of a run, and the actions when one is crossed.
 
-An alert that fires is logged, is 1 in the metrics (`alerts/NAME`), and is sent to a webhook or to a
-user's function by a separate thread: neither can delay the training.
+An alert that fires is logged, is 1 in the metrics (`alerts/NAME`), and is sent to a webhook or a
+user's function by a thread of its own, so that neither can delay training.
 """
 
 import collections
@@ -24,30 +24,30 @@ from absl import logging
 
 from jaxrl_llm.algorithms import lookup
 from jaxrl_llm.config import AlertsConfig, ConfigError
-from jaxrl_llm.config.records import BEFORE_UPDATE, AlertConfig
-from jaxrl_llm.sharding import telling
+from jaxrl_llm.config.logging_config import BEFORE_UPDATE, AlertConfig
+from jaxrl_llm.sharding import kv_store_broadcast
 
 Numbers = Mapping[str, Any]
 
 WEBHOOK_TIMEOUT_S = 5.0
-CLOSE_TIMEOUT_S = 10.0  # for messages that are still to be sent when the run ends
+CLOSE_TIMEOUT_S = 10.0  # to send the remaining messages when the run ends
 QUEUE_LENGTH = 64
-SPEED_STEPS = 20  # that the median of the throughput is taken over
+SPEED_STEPS = 20  # window of the median throughput
 SPEED_MIN_STEPS = 5
-# These differ from run to run; a resumed run counts them from zero.
-MEASURED = ("disk", "throughput", "rollout_idle", "learner_idle")
+# Depend on the machine, not the seed: not in the checkpoint, a resumed run counts from zero.
+MACHINE_DEPENDENT = ("disk", "throughput", "rollout_idle", "learner_idle")
 
-# Whether a reading is out of bounds; never for NaN, which `nonfinite` reports.
-_BAD = {"above": operator.gt, "below": operator.lt, "at most": operator.le}
+# Whether a reading has crossed its limit; false for NaN, which `nonfinite` reports.
+_COMPARISONS = {"above": operator.gt, "below": operator.lt, "at most": operator.le}
 
 
 class Alert(NamedTuple):
-    """What an alert reads and what its message says."""
+    """The metrics that an alert reads and the texts of its message."""
 
-    what: str
+    quantity: str
     remedy: str
-    numbers: tuple[str, ...] = ()  # metrics that it reads; the last of them that exists counts
-    bad: str = "above"  # a key of `_BAD`
+    metric_names: tuple[str, ...] = ()  # metrics; the last one present is the reading
+    comparison: str = "above"  # side of the limit on which it fires, a key of `_COMPARISONS`
 
 
 ALERTS: Mapping[str, Alert] = {
@@ -106,95 +106,105 @@ ALERTS: Mapping[str, Alert] = {
     "disk": Alert(
         "free share of the run's file system",
         "remove what is not needed before the next checkpoint fails",
-        bad="below",
+        comparison="below",
     ),
     "throughput": Alert(
         f"tokens/s over the median of the last {SPEED_STEPS} steps that were not slow",
         "look for other work on this machine",
-        bad="below",
+        comparison="below",
     ),
 }
 
 
 class Alerts(contextlib.AbstractContextManager["Alerts"]):
-    """Watches the steps of a run; its state is for how many steps each reading has been bad."""
+    """Checks the metrics of each step; the state counts consecutive bad steps per alert."""
 
     def __init__(
         self, config: AlertsConfig, workdir: str | os.PathLike[str], stop: Callable[[str], None]
     ):
-        """Begins to watch; `stop` is called with the reason when an alert ends the run."""
+        """Starts the sender thread; `stop` is called with the reason when an alert ends the run."""
         self._config, self._workdir, self._stop = config, workdir, stop
-        self._in_row = dict.fromkeys(ALERTS, 0)
+        self._consecutive = dict.fromkeys(ALERTS, 0)
         self._speeds: collections.deque[float] = collections.deque(maxlen=SPEED_STEPS)
-        tellers: list[Callable[[Numbers], Any]] = []
-        if config.webhook and jax.process_index() == 0:  # it sends for all
-            tellers.append(functools.partial(_post, config.webhook))
+        senders: list[Callable[[Numbers], Any]] = []
+        if config.webhook and jax.process_index() == 0:  # sends for all processes
+            senders.append(functools.partial(_post, config.webhook))
         if config.function and jax.process_index() == 0:
-            tellers.append(lookup.resolve(config.function, {}, "alert function"))
+            senders.append(lookup.resolve(config.function, {}, "alert function"))
         self._messages: queue.Queue[Numbers | None] = queue.Queue(QUEUE_LENGTH)
-        args = tellers, self._messages
-        self._thread = threading.Thread(target=_tell, args=args, name="alerts", daemon=True)
-        if tellers:
+        self._thread = threading.Thread(
+            target=_send_messages, args=(senders, self._messages), name="alerts", daemon=True
+        )
+        if senders:
             self._thread.start()
 
     def allow_update(self, numbers: Numbers) -> bool:
-        """Returns whether the weights may learn from this step; `nonfinite` and `kl` skip updates.
+        """False if an alert with action "skip" forbids the update of this step.
 
-        Waits for the devices only if an alert with action "skip" reads what they compute.
+        Waits for the devices only if such an alert reads a metric that they compute.
         """
         skips = [name for name in BEFORE_UPDATE if self._rule(name).action == "skip"]
-        wanted = {number for name in skips for number in ALERTS[name].numbers}
-        readings = _readings(telling.fetched({k: v for k, v in numbers.items() if k in wanted}))
+        metric_names = {number for name in skips for number in ALERTS[name].metric_names}
+        readings = _readings(
+            kv_store_broadcast.device_get({k: v for k, v in numbers.items() if k in metric_names})
+        )
         return not any(
-            self._in_row[name] + 1 >= self._rule(name).steps and self._is_bad(name, readings)
+            self._consecutive[name] + 1 >= self._rule(name).steps and self._is_bad(name, readings)
             for name in skips
         )
 
     def check(self, step: int, numbers: Numbers) -> dict[str, float]:
-        """Returns `alerts/NAME`, 1 where it fires; warns, sends, asks to stop.
+        """Evaluates all alerts: returns `alerts/NAME`, 1 if firing, and performs their actions.
 
-        `numbers` are all metrics of the step, tokens and seconds of the phases among them.
+        `metric_names` are all metrics of the step, including token counts and phase times.
         """
         readings = _readings(numbers)
         for name, number in numbers.items():
-            # Skipped for one of two reasons; the other is the KL's alert.
-            beyond = name == "actor/skipped_updates" and self._rule("kl").action == "skip"
-            if name.endswith("/skipped_updates") and number and not beyond:
+            # If the KL alert may skip updates, a skipped one need not have been non-finite.
+            skipped_by_kl = name == "actor/skipped_updates" and self._rule("kl").action == "skip"
+            if name.endswith("/skipped_updates") and number and not skipped_by_kl:
                 readings["nonfinite"] = 1.0
         try:
             usage = shutil.disk_usage(self._workdir)
             readings["disk"] = usage.free / usage.total
-        except OSError as error:  # who writes there next says more
+        except OSError as error:  # the next write there reports the cause
             logging.warning("alerts: free space of %s is not known: %s", self._workdir, error)
         seconds = numbers["timing_s/step"] - numbers.get("timing_s/testing", 0.0)
         speed = numbers["perf/total_num_tokens"] / seconds
         if len(self._speeds) >= SPEED_MIN_STEPS:
             readings["throughput"] = speed / statistics.median(self._speeds)
-        # Slow steps do not count as normal before the alert has fired for them.
+        # A slow step must not lower the median of normal speed before the alert has fired for it.
         rule = self._rule("throughput")
-        if not self._is_bad("throughput", readings) or self._in_row["throughput"] >= rule.steps:
+        if (
+            not self._is_bad("throughput", readings)
+            or self._consecutive["throughput"] >= rule.steps
+        ):
             self._speeds.append(speed)
-        found = {}
+        metrics = {}
         for name in ALERTS:
             rule = self._rule(name)
             if rule.action == "off":
                 continue
-            bad = self._is_bad(name, readings)
-            self._in_row[name] = self._in_row[name] + 1 if bad else 0
-            fires = self._in_row[name] >= rule.steps
-            found[f"alerts/{name}"] = float(fires)
+            is_bad = self._is_bad(name, readings)
+            self._consecutive[name] = self._consecutive[name] + 1 if is_bad else 0
+            fires = self._consecutive[name] >= rule.steps
+            metrics[f"alerts/{name}"] = float(fires)
             if fires:
                 self._fire(name, rule, step, readings[name])
-        return found
+        return metrics
 
     def get_state(self) -> dict[str, int]:
-        return {name: count for name, count in self._in_row.items() if name not in MEASURED}
+        return {
+            name: count
+            for name, count in self._consecutive.items()
+            if name not in MACHINE_DEPENDENT
+        }
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        self._in_row |= {name: count for name, count in state.items() if name in ALERTS}
+        self._consecutive |= {name: count for name, count in state.items() if name in ALERTS}
 
     def __exit__(self, *exception: Any) -> None:
-        """Waits some seconds for messages that are still to be sent; drops those left then."""
+        """Waits up to `CLOSE_TIMEOUT_S` for unsent messages, then drops the rest."""
         if not self._thread.is_alive():
             return
         with contextlib.suppress(queue.Full):
@@ -203,19 +213,19 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
         with contextlib.suppress(queue.Empty):
             while self._thread.is_alive():
                 self._messages.get_nowait()
-        self._messages.put_nowait(None)  # the thread ends after the message that it is sending
+        self._messages.put_nowait(None)  # the thread ends after the message in flight
 
     def _rule(self, name: str) -> AlertConfig:
         return getattr(self._config, name)
 
     def _is_bad(self, name: str, readings: Mapping[str, float]) -> bool:
-        is_bad = _BAD[ALERTS[name].bad]
+        is_bad = _COMPARISONS[ALERTS[name].comparison]
         return name in readings and is_bad(readings[name], self._rule(name).limit)
 
     def _fire(self, name: str, rule: AlertConfig, step: int, reading: float) -> None:
-        alert, count = ALERTS[name], self._in_row[name]
+        alert, count = ALERTS[name], self._consecutive[name]
         text = (
-            f"alert {name} in step {step}: {alert.what} is {reading:.4g}, {alert.bad}"
+            f"alert {name} in step {step}: {alert.quantity} is {reading:.4g}, {alert.comparison}"
             f" config.alerts.{name}.limit={rule.limit:g}"
             + (f" for {count} steps" if count > 1 else "")
             + f"; {alert.remedy}"
@@ -241,35 +251,35 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
 
 
 def check(config: AlertsConfig) -> None:
-    """Raises ConfigError if the user's function cannot be found; before anything is allocated."""
+    """Raises ConfigError if the user's function cannot be imported; before any allocation."""
     if not config.function:
         return
     try:
         lookup.resolve(config.function, {}, "alert function")
-    except Exception as error:  # whatever the user's file raises when it is imported
+    except Exception as error:  # anything the user's module raises on import
         raise ConfigError(f"config.alerts.function: {type(error).__name__}: {error}") from error
 
 
 def _readings(numbers: Numbers) -> dict[str, float]:
-    """Returns what can be read from the numbers that there are."""
-    found = {
+    """The reading of each alert whose metrics are present."""
+    readings = {
         name: float(numbers[number])
         for name, alert in ALERTS.items()
-        for number in alert.numbers
+        for number in alert.metric_names
         if number in numbers
     }
     if losses := [v for k, v in numbers.items() if k.endswith(("/loss", "/grad_norm"))]:
-        found["nonfinite"] = float(not all(math.isfinite(value) for value in losses))
-    return found
+        readings["nonfinite"] = float(not all(math.isfinite(value) for value in losses))
+    return readings
 
 
-def _tell(tellers: Sequence[Callable[[Numbers], Any]], messages: queue.Queue) -> None:
-    """Sends messages to webhook and function, until None comes; in its own thread."""
+def _send_messages(senders: Sequence[Callable[[Numbers], Any]], messages: queue.Queue) -> None:
+    """Thread: passes messages to webhook and function until it gets None."""
     while (message := messages.get()) is not None:
-        for tell in tellers:
+        for send in senders:
             try:
-                tell(message)
-            except Exception as error:  # of the user's function or the network
+                send(message)
+            except Exception as error:  # from the user's function or the network
                 kind = type(error).__name__
                 logging.warning("alerts: could not be told: %s: %s", kind, error)
 

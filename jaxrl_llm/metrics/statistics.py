@@ -1,6 +1,6 @@
 """Metrics of a step, under verl's names where verl has one.
 
-A statistic over nothing (no token survived the mask) is left out.
+A statistic of no values (the mask left no token) is omitted.
 """
 
 import collections
@@ -15,42 +15,42 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrl_llm.config import RLConfig
-from jaxrl_llm.sharding import telling
+from jaxrl_llm.sharding import kv_store_broadcast
 from jaxrl_llm.types import Estimates, Predictions, Rewards, Rollouts
 
 HostOrDevice = np.ndarray | Array
 GIB = 2**30
 
 
-def of_rewards(rewards: Rewards, group_ids: Int[np.ndarray, " B"]) -> dict[str, float]:
-    """Returns statistics of the scores, and how many calls of reward functions failed.
+def reward_metrics(rewards: Rewards, group_ids: Int[np.ndarray, " B"]) -> dict[str, float]:
+    """Statistics of the scores, and the number of failed calls of reward functions.
 
     `critic/score/spread` is the largest minus the smallest of two or more scores;
-    `training/groups/uniform_share` is the share of the groups of two or more with equal scores.
-    Rows that are left out count in none of these; `reward/left_out_share` is their share.
+    `training/groups/uniform_share` is the share of groups of two or more with equal scores.
+    Rows that are left out are excluded from both; `reward/left_out_share` is their share.
     """
-    kept = rewards.kept
-    group_ids, kept_scores = group_ids[kept], rewards.scores[kept]
+    kept_rows = rewards.valid_rows
+    group_ids, kept_scores = group_ids[kept_rows], rewards.scores[kept_rows]
     order = np.argsort(group_ids, kind="stable")
     _, starts, sizes = np.unique(group_ids[order], return_index=True, return_counts=True)
     scores = kept_scores[order]
-    uniform = np.zeros(0, bool)
+    is_uniform = np.zeros(0, bool)
     if scores.size:
         spread = np.maximum.reduceat(scores, starts) - np.minimum.reduceat(scores, starts)
-        uniform = spread[sizes > 1] == 0
-    found = _summary("critic/score", kept_scores)
-    if rewards.left_out is not None:
-        found["reward/left_out_share"] = float(rewards.left_out.mean())
-    found["training/groups/uniform_share"] = float(uniform.mean()) if uniform.size else 0.0
-    found["reward/num_failures"] = float(rewards.num_failures)
+        is_uniform = spread[sizes > 1] == 0
+    metrics = _summary("critic/score", kept_scores)
+    if rewards.excluded is not None:
+        metrics["reward/left_out_share"] = float(rewards.excluded.mean())
+    metrics["training/groups/uniform_share"] = float(is_uniform.mean()) if is_uniform.size else 0.0
+    metrics["reward/num_failures"] = float(rewards.num_failures)
     if len(kept_scores) > 1 and rewards.terms:
-        found["critic/score/spread"] = float(kept_scores.max() - kept_scores.min())
+        metrics["critic/score/spread"] = float(kept_scores.max() - kept_scores.min())
     if rewards.num_calls:
-        found["reward/failure_share"] = rewards.num_failures / rewards.num_calls
-    return found
+        metrics["reward/failure_share"] = rewards.num_failures / rewards.num_calls
+    return metrics
 
 
-def of_rollouts(
+def rollout_metrics(
     config: RLConfig,
     rollouts: Rollouts,
     rewards: Rewards,
@@ -59,83 +59,85 @@ def of_rollouts(
     *,
     critic: bool,
 ) -> dict[str, float]:
-    """Returns rewards, advantages, returns, values and lengths of a step.
+    """Statistics of rewards, advantages, returns, values and lengths of a step.
 
-    `critic/rewards` is the sum over a sequence of the shaped rewards. Advantages, returns, values
+    `critic/rewards` is the sum of the shaped rewards of a sequence. Advantages, returns and values
     are over the loss mask. `critic/score/SOURCE/mean` splits by data source; `reward/TERM/mean` is
-    over the rows that the term applies to. Values only with a critic, costs only with Safe-RLHF.
+    over the rows to which the term applies. Values require a critic, costs Safe-RLHF.
     `training/filter_groups/evicted_samples` counts the sequences that dynamic sampling replaced.
     """
-    estimates, of_critic = telling.fetched((estimates, predictions.values if critic else ()))
+    estimates, critic_values = kv_store_broadcast.device_get(
+        (estimates, predictions.values if critic else ())
+    )
     mask = np.asarray(estimates.loss_mask)
     returns = np.asarray(estimates.returns)[mask]
-    kept = rewards.kept
-    found = {
-        **_summary("critic/rewards", np.asarray(estimates.shaped_rewards).sum(1)[kept]),
+    kept_rows = rewards.valid_rows
+    metrics = {
+        **_summary("critic/rewards", np.asarray(estimates.shaped_rewards).sum(1)[kept_rows]),
         **_summary("critic/advantages", np.asarray(estimates.advantages)[mask]),
         **_summary("critic/returns", returns),
     }
     sources = np.array([rollouts.prompts[group].data_source for group in rollouts.group_ids])
     for source in sorted(set(sources.tolist())):
-        if (of_source := (sources == source) & kept).any():
-            found[f"critic/score/{source}/mean"] = float(rewards.scores[of_source].mean())
+        if (source_rows := (sources == source) & kept_rows).any():
+            metrics[f"critic/score/{source}/mean"] = float(rewards.scores[source_rows].mean())
     for name, term in rewards.terms.items():
-        if (used := (rewards.weights[name] != 0) & kept).any():
-            found[f"reward/{name}/mean"] = float(term[used].mean())
-    found |= of_episodes(rollouts)
+        if (term_rows := (rewards.weights[name] != 0) & kept_rows).any():
+            metrics[f"reward/{name}/mean"] = float(term[term_rows].mean())
+    metrics |= episode_metrics(rollouts)
     prompts, responses = _lengths(rollouts)
-    for p in (10, 50, 90, 99) if responses.size else ():
-        quantile = np.percentile(responses, p, method="inverted_cdf")
-        found[f"response_length/p{p}"] = float(quantile)
-    for name, lengths, most in (
+    for percent in (10, 50, 90, 99) if responses.size else ():
+        quantile = np.percentile(responses, percent, method="inverted_cdf")
+        metrics[f"response_length/p{percent}"] = float(quantile)
+    for name, lengths, max_length in (
         ("response", responses, config.rollout.max_response_tokens),
         ("prompt", prompts, config.data.max_prompt_tokens),
     ):
-        found |= _summary(f"{name}_length", lengths)
-        found[f"{name}_length/clip_ratio"] = float((lengths >= most).mean())
+        metrics |= _summary(f"{name}_length", lengths)
+        metrics[f"{name}_length/clip_ratio"] = float((lengths >= max_length).mean())
     if critic:
-        values = np.asarray(of_critic)[mask]
-        found |= _summary("critic/values", values)
-        found["critic/vf_explained_var"] = explained_variance(values, returns)
+        values = np.asarray(critic_values)[mask]
+        metrics |= _summary("critic/values", values)
+        metrics["critic/vf_explained_var"] = explained_variance(values, returns)
     if config.algorithm.safe:
-        found |= _summary("critic/cost", rewards.costs[kept])
+        metrics |= _summary("critic/cost", rewards.costs[kept_rows])
     if config.algorithm.dynamic_sampling:
-        found["training/filter_groups/evicted_samples"] = float(rewards.num_dropped)
+        metrics["training/filter_groups/evicted_samples"] = float(rewards.num_dropped)
     if config.router.replay in ("compare", "rollout"):
-        found["router/missing_routes"] = float(rollouts.missing_routes)
-    return found
+        metrics["router/missing_routes"] = float(rollouts.missing_routes)
+    return metrics
 
 
-def of_episodes(rollouts: Rollouts) -> dict[str, float]:
-    """Returns turns, calls and errors of episodes, each counted once; nothing without any.
+def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """Turns, tool calls and errors of the episodes of a step, each counted once; {} without any.
 
-    `tool_calls/NAME`, `tool_errors/KIND` and `agent/rewritten` count in the step; `num_turns`,
-    `tool_call_counts` and `timing_s/agent_loop/tool_calls` are of an episode.
+    `tool_calls/NAME`, `tool_errors/KIND` and `agent/rewritten` are totals of the step; `num_turns`,
+    `tool_call_counts` and `timing_s/agent_loop/tool_calls` are per episode.
     """
-    logs = list({id(log): log for log in rollouts.logs}.values())
-    found: dict[str, float] = {}
+    logs = list({id(log): log for log in rollouts.episode_logs}.values())
+    metrics: dict[str, float] = {}
     for name, numbers in (
         ("num_turns", [log.num_turns for log in logs]),
         ("tool_call_counts", [log.calls.total() for log in logs]),
         ("timing_s/agent_loop/tool_calls", [log.seconds for log in logs]),
     ):
-        found |= _summary(name, np.array(numbers))
+        metrics |= _summary(name, np.array(numbers))
     if logs:
         calls = sum((log.calls for log in logs), collections.Counter[str]())
         errors = sum((log.errors for log in logs), collections.Counter[str]())
-        found |= {f"tool_calls/{name}": float(count) for name, count in sorted(calls.items())}
-        found |= {f"tool_errors/{kind}": float(count) for kind, count in sorted(errors.items())}
-        found["tool_errors/total"] = float(errors.total())
-        found["agent/rewritten"] = float(sum(log.num_rewritten for log in logs))
-    return found
+        metrics |= {f"tool_calls/{name}": float(count) for name, count in sorted(calls.items())}
+        metrics |= {f"tool_errors/{kind}": float(count) for kind, count in sorted(errors.items())}
+        metrics["tool_errors/total"] = float(errors.total())
+        metrics["agent/rewritten"] = float(sum(log.num_rewritten for log in logs))
+    return metrics
 
 
 def explained_variance(
     values: Float[HostOrDevice, " numbers"], returns: Float[HostOrDevice, " numbers"]
 ) -> float:
-    """Returns `1 - var(returns - values) / (var(returns) + 1e-5)`, variances unbiased.
+    """`1 - var(returns - values) / (var(returns) + 1e-5)` with unbiased variances.
 
-    1 is a perfect critic, 0 one as good as the mean; NaN for fewer than two tokens.
+    1 for a perfect critic, 0 for one no better than the mean; NaN for fewer than two tokens.
 
     >>> returns = np.array([0.0, 1.0, 2.0])
     >>> [round(explained_variance(values, returns), 4) for values in (returns, np.zeros(3))]
@@ -147,16 +149,16 @@ def explained_variance(
     return float(1 - (returns - values).var(ddof=1) / (returns.var(ddof=1) + 1e-5))
 
 
-def mean(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the mean of each number over the groups that have it; reads the devices once."""
-    found = collections.defaultdict(list)
-    for group in telling.fetched(list(groups)):
+def mean_metrics(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The mean of each metric over the groups that have it; one transfer from the devices."""
+    values = collections.defaultdict(list)
+    for group in kv_store_broadcast.device_get(list(groups)):
         for name, value in group.items():
-            found[name].append(value)
-    return {name: float(np.mean(found[name])) for name in sorted(found)}
+            values[name].append(value)
+    return {name: float(np.mean(values[name])) for name in sorted(values)}
 
 
-def of_speed(
+def throughput_metrics(
     rollouts: Rollouts,
     seconds: Mapping[str, float],
     num_devices: int,
@@ -165,17 +167,17 @@ def of_speed(
     peak_flops: float,
     critic: bool,
 ) -> dict[str, float]:
-    """Returns tokens per second, milliseconds per token, and the share of the devices' peak.
+    """Tokens per second, milliseconds per token, and model FLOPs utilization.
 
     `perf/throughput` counts prompt and response tokens, per second and device;
     `timing_per_token_ms/gen` counts response tokens, other phases all tokens. `perf/mfu/actor` is
-    `perf/mfu/update` where no critic learns too. `seconds` are `Clock.seconds()` of the step,
-    `flops` the operations of all its updates, `peak_flops` those of all devices in a second at
-    best; NaN: not known, no shares.
+    `perf/mfu/update` unless a critic is trained too. `seconds` are `Clock.seconds()` of the step,
+    `flops` those of all its updates, `peak_flops` the peak of all devices per second; NaN: not
+    known, no utilization.
     """
     _, responses = _lengths(rollouts)
     total = float(rollouts.lengths.sum())
-    found = {
+    metrics = {
         "perf/total_num_tokens": total,
         "perf/time_per_step": seconds["timing_s/step"],
         "perf/throughput": total / (seconds["timing_s/step"] * num_devices),
@@ -184,60 +186,62 @@ def of_speed(
         phase = name.removeprefix("timing_s/")
         tokens = float(responses.sum()) if phase == "gen" else total
         if phase != "step" and tokens:
-            found[f"timing_per_token_ms/{phase}"] = 1000.0 * value / tokens
-    time = seconds.get("timing_s/update", math.inf)  # a step may leave its updates out
-    found["perf/tflops/update"] = flops / time / num_devices / 1e12
-    share = flops / (time * peak_flops) if time > 0 else math.nan
-    if not math.isnan(share):
-        found["perf/mfu/update"] = share
+            metrics[f"timing_per_token_ms/{phase}"] = 1000.0 * value / tokens
+    update_s = seconds.get("timing_s/update", math.inf)  # a step may skip its updates
+    metrics["perf/tflops/update"] = flops / update_s / num_devices / 1e12
+    utilization = flops / (update_s * peak_flops) if update_s > 0 else math.nan
+    if not math.isnan(utilization):
+        metrics["perf/mfu/update"] = utilization
         if not critic:
-            found["perf/mfu/actor"] = share
-    return found
+            metrics["perf/mfu/actor"] = utilization
+    return metrics
 
 
-def of_memory(devices: Collection[Any], planned_bytes: float = 0.0) -> dict[str, float]:
-    """Returns memory in GiB: of the fullest of this process's devices, and of the host.
+def memory_metrics(devices: Collection[Any], planned_bytes: float = 0.0) -> dict[str, float]:
+    """Memory in GiB: of the fullest device of this process, and of the host.
 
     `perf/max_memory_allocated_gb` is the peak since the process began,
-    `perf/max_memory_reserved_gb` the limit of the allocator. What the platform does not report
-    (CPU: all of the device's) or nobody planned is left out. `perf/cpu_memory_used_gb` is what the
-    process holds now, `perf/max_cpu_memory_used_gb` its peak.
+    `perf/max_memory_reserved_gb` the limit of the allocator. Numbers that the platform does not
+    report (CPU: all device memory) or that were not planned are omitted. `perf/cpu_memory_used_gb`
+    is the resident memory of the process now, `perf/max_cpu_memory_used_gb` its peak.
     """
-    here = [device for device in devices if device.process_index == jax.process_index()]
-    stats = [of_device for device in here if (of_device := device.memory_stats())]
-    found: dict[str, float] = {}
+    local_devices = [device for device in devices if device.process_index == jax.process_index()]
+    memory_stats = [
+        device_stats for device in local_devices if (device_stats := device.memory_stats())
+    ]
+    metrics: dict[str, float] = {}
     for key, name in (("peak_bytes_in_use", "allocated"), ("bytes_limit", "reserved")):
-        if stats and all(key in of_device for of_device in stats):
-            most = max(of_device[key] for of_device in stats)
-            found[f"perf/max_memory_{name}_gb"] = most / GIB
+        if memory_stats and all(key in device_stats for device_stats in memory_stats):
+            max_bytes = max(device_stats[key] for device_stats in memory_stats)
+            metrics[f"perf/max_memory_{name}_gb"] = max_bytes / GIB
             if planned_bytes and name == "allocated":
-                found["perf/measured_to_planned_memory"] = most / planned_bytes
+                metrics["perf/measured_to_planned_memory"] = max_bytes / planned_bytes
     if planned_bytes:
-        found["perf/planned_memory_gb"] = planned_bytes / GIB
+        metrics["perf/planned_memory_gb"] = planned_bytes / GIB
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found["perf/max_cpu_memory_used_gb"] = peak_kib * 1024 / GIB
-    pages = pathlib.Path("/proc/self/statm")
-    if pages.exists():
-        resident = int(pages.read_text().split()[1]) * resource.getpagesize()
-        found["perf/cpu_memory_used_gb"] = resident / GIB
-    return found
+    metrics["perf/max_cpu_memory_used_gb"] = peak_kib * 1024 / GIB
+    statm_file = pathlib.Path("/proc/self/statm")
+    if statm_file.exists():
+        resident_bytes = int(statm_file.read_text().split()[1]) * resource.getpagesize()
+        metrics["perf/cpu_memory_used_gb"] = resident_bytes / GIB
+    return metrics
 
 
-def of_balance(
+def balance_metrics(
     lengths: Int[HostOrDevice, " B"], shards: Sequence[Sequence[int]]
 ) -> dict[str, float]:
-    """Returns tokens per data shard, before and after balancing.
+    """Tokens per data shard, before and after balancing.
 
     `global_seqlen/{min,max,minmax_diff}` are of equal contiguous blocks of the sequences,
-    `balanced_{min,max}` of the sequences in each of the `shards`; those in none are not counted.
+    `balanced_{min,max}` of the sequences of each shard; sequences in no shard are not counted.
 
-    >>> found = of_balance(np.array([4, 4, 1, 1]), [[0, 2], [1, 3]])
-    >>> found["global_seqlen/minmax_diff"], found["global_seqlen/balanced_max"]
+    >>> metrics = balance_metrics(np.array([4, 4, 1, 1]), [[0, 2], [1, 3]])
+    >>> metrics["global_seqlen/minmax_diff"], metrics["global_seqlen/balanced_max"]
     (6.0, 5.0)
     """
     lengths = np.asarray(lengths)
-    came = lengths[sorted(row for rows in shards for row in rows)]
-    blocks = [int(block.sum()) for block in np.array_split(came, len(shards))]
+    in_order = lengths[sorted(row for rows in shards for row in rows)]
+    blocks = [int(block.sum()) for block in np.array_split(in_order, len(shards))]
     balanced = [int(lengths[list(rows)].sum()) for rows in shards]
     return {
         "global_seqlen/min": float(min(blocks)),
@@ -245,12 +249,12 @@ def of_balance(
         "global_seqlen/minmax_diff": float(max(blocks) - min(blocks)),
         "global_seqlen/balanced_min": float(min(balanced)),
         "global_seqlen/balanced_max": float(max(balanced)),
-        "global_seqlen/mean": float(came.sum() / len(shards)),
+        "global_seqlen/mean": float(in_order.sum() / len(shards)),
     }
 
 
 def _lengths(rollouts: Rollouts) -> tuple[Int[np.ndarray, " B"], Int[np.ndarray, " B"]]:
-    """Returns tokens of the prompt and of what follows it (tool output too) in each sequence."""
+    """Prompt tokens and response tokens (including tool output) of each sequence."""
     prompts = np.array([len(prompt.tokens) for prompt in rollouts.prompts])[rollouts.group_ids]
     return prompts, rollouts.lengths - prompts
 

@@ -1,8 +1,8 @@
-"""Trackers of experiments: Weights & Biases, MLflow, trackio, each by its own package.
+"""Experiment trackers: Weights & Biases, MLflow, trackio, each through its own package.
 
-A run is known to a tracker by an id that is kept in its folder: a resumed run goes on in the same
-record. Where the records go is the tracker's own setting (`WANDB_MODE`, `MLFLOW_TRACKING_URI`,
-`TRACKIO_DIR`).
+A tracker identifies a run by an id stored in the run's folder, so that a resumed run continues the
+same record. The destination of the records is the tracker's own setting (`WANDB_MODE`,
+`MLFLOW_TRACKING_URI`, `TRACKIO_DIR`).
 """
 
 import importlib
@@ -11,22 +11,38 @@ import pathlib
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from flax.traverse_util import flatten_dict
 
 from jaxrl_llm.config import MetricsConfig
-from jaxrl_llm.config.folder import replace_text
+from jaxrl_llm.config.workdir import replace_text
 from jaxrl_llm.errors import check_package
 
 Sink = Callable[[int, Mapping[str, float]], None]
-Opened = tuple[Sink, Callable[[], None]]  # writes the numbers of a step; ends
+OpenTracker = tuple[Sink, Callable[[], None]]  # writes the metrics of a step; ends the run
+
+
+class TrackerFactory(Protocol):
+    """Opens the record of a run in a tracker, or resumes it by the id kept in `workdir`."""
+
+    def __call__(
+        self, workdir: pathlib.Path, project: str, name: str, settings: Mapping[str, Any], /
+    ) -> OpenTracker:
+        """Opens a run of the tracker; returns functions that log a step and finish the run.
+
+        `name` is of the run, `settings` are those of its config, nested.
+        """
+        ...
+
 
 _MLFLOW_PARAMS = 100  # in one call
 _MLFLOW_CHARACTERS = 500  # of a value
 
 
-def _wandb(workdir: pathlib.Path, project: str, name: str, settings: Mapping[str, Any]) -> Opened:
+def _wandb(
+    workdir: pathlib.Path, project: str, name: str, settings: Mapping[str, Any]
+) -> OpenTracker:
     wandb = importlib.import_module("wandb")
     run = wandb.init(
         project=project,
@@ -39,9 +55,11 @@ def _wandb(workdir: pathlib.Path, project: str, name: str, settings: Mapping[str
     return lambda step, data: run.log(dict(data), step=step), run.finish
 
 
-def _trackio(workdir: pathlib.Path, project: str, name: str, settings: Mapping[str, Any]) -> Opened:
+def _trackio(
+    workdir: pathlib.Path, project: str, name: str, settings: Mapping[str, Any]
+) -> OpenTracker:
     trackio = importlib.import_module("trackio")
-    # Its runs are known by their names.
+    # It identifies runs by name.
     unique = f"{name}-{_id(workdir / 'trackio_id')[:6]}"
     run = trackio.init(
         project=project, name=unique, config=dict(settings), resume="allow", embed=False
@@ -49,7 +67,9 @@ def _trackio(workdir: pathlib.Path, project: str, name: str, settings: Mapping[s
     return lambda step, data: run.log(_finite(data), step=step), run.finish
 
 
-def _mlflow(workdir: pathlib.Path, project: str, name: str, settings: Mapping[str, Any]) -> Opened:
+def _mlflow(
+    workdir: pathlib.Path, project: str, name: str, settings: Mapping[str, Any]
+) -> OpenTracker:
     mlflow = importlib.import_module("mlflow")
     client = mlflow.MlflowClient()
     path = workdir / "mlflow_id"
@@ -57,8 +77,12 @@ def _mlflow(workdir: pathlib.Path, project: str, name: str, settings: Mapping[st
         run_id = path.read_text()
         client.update_run(run_id, status="RUNNING")
     else:
-        found = client.get_experiment_by_name(project)
-        experiment = found.experiment_id if found else client.create_experiment(project)
+        experiment_record = client.get_experiment_by_name(project)
+        experiment = (
+            experiment_record.experiment_id
+            if experiment_record
+            else client.create_experiment(project)
+        )
         run_id = client.create_run(experiment, run_name=name).info.run_id
         flat = flatten_dict(settings, sep=".")
         params = [
@@ -80,30 +104,30 @@ def _mlflow(workdir: pathlib.Path, project: str, name: str, settings: Mapping[st
     return sink, lambda: client.set_terminated(run_id)
 
 
-# Package, which is also the name of its extra -> its setting, what opens it.
-_TRACKERS: Mapping[str, tuple[str, Callable[..., Opened]]] = {
+# Package (also the name of the extra) -> key of its setting, function that opens it.
+_TRACKERS: Mapping[str, tuple[str, TrackerFactory]] = {
     "wandb": ("wandb_project", _wandb),
     "mlflow": ("mlflow_experiment", _mlflow),
     "trackio": ("trackio_project", _trackio),
 }
 
 
-def opened(
+def open_trackers(
     config: MetricsConfig, workdir: pathlib.Path, settings: Mapping[str, Any]
-) -> Iterator[Opened]:
-    """Yields each tracker that the config names, told the run's name and its settings."""
-    for setting, begin in _TRACKERS.values():
+) -> Iterator[OpenTracker]:
+    """Opens each tracker that the config names, with the name and settings of the run."""
+    for setting, open_tracker in _TRACKERS.values():
         if project := getattr(config, setting):
-            yield begin(workdir, project, run_name(config, workdir), settings)
+            yield open_tracker(workdir, project, run_name(config, workdir), settings)
 
 
 def run_name(config: MetricsConfig, workdir: pathlib.Path) -> str:
-    """Returns what trackers call the run."""
+    """The name of the run in trackers."""
     return config.run_name or workdir.absolute().name
 
 
 def check(config: MetricsConfig) -> None:
-    """Raises ConfigError if a tracker needs a package that is not there; before any work."""
+    """Raises ConfigError if the package of a configured tracker is missing; before any work."""
     for package, (setting, _) in _TRACKERS.items():
         if project := getattr(config, setting):
             check_package(package, package, f"config.metrics.{setting}: {project!r}")

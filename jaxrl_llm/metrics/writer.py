@@ -1,4 +1,4 @@
-"""Outputs for the numbers and samples of a run. Only process 0 writes."""
+"""Outputs for the metrics and samples of a run. Only process 0 writes."""
 
 import contextlib
 import io
@@ -17,20 +17,20 @@ from absl import logging
 
 from jaxrl_llm import console
 from jaxrl_llm.config import MetricsConfig
-from jaxrl_llm.config.folder import naming, replace_text
-from jaxrl_llm.metrics import dumps, trackers
+from jaxrl_llm.config.workdir import naming_file, replace_text
+from jaxrl_llm.metrics import rollout_dump, trackers
 from jaxrl_llm.text import json_value
 from jaxrl_llm.types import Rewards, Rollouts
 
 
 class Writer(contextlib.ExitStack):
-    """Writes `WORKDIR/metrics.jsonl`: `{"step": int, "data": {name: float}}`, a line a call.
+    """Writes `WORKDIR/metrics.jsonl`, a line `{"step": int, "data": {name: float}}` per call.
 
-    A number that is not finite becomes null. Each line is on disk when `write` returns. Lines of
-    steps from `first_step` on, which a resumed run takes again, are dropped first, and a line that
-    a crash cut off. `total_steps` is for the progress bar; `position` is `get_state()` of when
-    `first_step` began. The file system must be able to append. `settings` are the job's config as
-    nested dicts, for trackers of experiments.
+    Non-finite numbers become null. A line has been handed to the operating system when `write`
+    returns. Opening it drops lines from `first_step` on, which a resumed run writes again, and a
+    line truncated by a crash. `total_steps` is for the progress bar; `position` is the
+    `get_state()` at the beginning of `first_step`. The file system must support appending.
+    `settings` are the job's config as nested dicts, for experiment trackers.
     """
 
     def __init__(
@@ -45,30 +45,30 @@ class Writer(contextlib.ExitStack):
         super().__init__()
         self._workdir, self._config = pathlib.Path(workdir), config
         self._sinks: list[trackers.Sink] = []
-        self.callback(self._sinks.clear)  # nothing is written after the end
+        self.callback(self._sinks.clear)  # no writes after close
         if jax.process_index() != 0:
             return
         self._open_jsonl(first_step, position.get("num_bytes", 0))
         if config.console:
-            lines = console.StepLines(first_step, total_steps)
+            lines = console.StepProgress(first_step, total_steps)
             self._sinks.append(lines.show)
             self.callback(lines.close)
         if config.tensorboard:
             self._open_tensorboard(first_step)
-        for sink, end in trackers.opened(config, self._workdir, settings):
+        for sink, end in trackers.open_trackers(config, self._workdir, settings):
             self._sinks.append(sink)
             self.callback(end)
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         return step % self._config.every == 0
 
     def write(self, step: int, *groups: Mapping[str, Any]) -> None:
-        """Writes all `groups` as one line; of numbers with one name, the last group's."""
+        """Writes all `groups` as one line; later groups override earlier ones."""
         if not self._sinks:
             return
         data = {name: float(value) for group in groups for name, value in group.items()}
         for sink in self._sinks:
-            with self._tolerated(f"numbers of step {step}"):
+            with self._handle_write_failure(f"numbers of step {step}"):
                 sink(step, data)
 
     def write_rollouts(
@@ -76,23 +76,25 @@ class Writer(contextlib.ExitStack):
         step: int,
         rollouts: Rollouts,
         rewards: Rewards,
-        of_tokens: Callable[[], Iterable[Mapping[str, Any]]] = lambda: (),
+        make_token_records: Callable[[], Iterable[Mapping[str, Any]]] = lambda: (),
     ) -> None:
-        """Writes `WORKDIR/rollouts/STEP.jsonl` in every `rollouts_every`-th step, whole or not.
+        """Writes `WORKDIR/rollouts/STEP.jsonl` every `rollouts_every` steps, atomically.
 
-        A line for each sequence, as `dumps.records` says; with `rollout_tokens` joined with the
-        lines of `of_tokens()`.
+        A line per sequence, as in `rollout_dump.sequence_records`; with `rollout_tokens`, merged
+        with the records of `make_token_records()`.
         """
-        every = self._config.rollouts_every
-        if not self._sinks or not every or step % every:
+        interval = self._config.rollouts_every
+        if not self._sinks or not interval or step % interval:
             return
-        more = of_tokens() if self._config.rollout_tokens else itertools.repeat({})
-        found = dumps.records(step, rollouts, rewards)
+        token_records = (
+            make_token_records() if self._config.rollout_tokens else itertools.repeat({})
+        )
+        records = rollout_dump.sequence_records(step, rollouts, rewards)
         lines = [
-            json.dumps(jsonable({**a, **b}), ensure_ascii=False, allow_nan=False) + "\n"
-            for a, b in zip(found, more, strict=False)
+            json.dumps(to_jsonable({**a, **b}), ensure_ascii=False, allow_nan=False) + "\n"
+            for a, b in zip(records, token_records, strict=False)
         ]
-        with self._tolerated(f"rollouts of step {step}"):
+        with self._handle_write_failure(f"rollouts of step {step}"):
             replace_text(self._workdir / "rollouts" / f"{step}.jsonl", "".join(lines))
 
     def get_state(self) -> dict[str, int]:
@@ -100,8 +102,8 @@ class Writer(contextlib.ExitStack):
         return {"num_bytes": path.stat().st_size} if self._sinks and path.exists() else {}
 
     @contextlib.contextmanager
-    def _tolerated(self, what: str) -> Iterator[None]:
-        """Ends the run where the disk cannot be written, or warns, as `on_failure` says."""
+    def _handle_write_failure(self, what: str) -> Iterator[None]:
+        """Re-raises an OSError of the block, or logs it, by `config.metrics.on_failure`."""
         try:
             yield
         except OSError as error:
@@ -114,23 +116,25 @@ class Writer(contextlib.ExitStack):
         path.parent.mkdir(parents=True, exist_ok=True)
         keep_lines_before(path, first_step)
         if path.exists() and (size := path.stat().st_size) < num_bytes:
-            said = "%s: %d bytes up to step %d, %d when the checkpoint was saved; lines are missing"
-            logging.warning(said, path, size, first_step - 1, num_bytes)
+            warning = (
+                "%s: %d bytes up to step %d, %d when the checkpoint was saved; lines are missing"
+            )
+            logging.warning(warning, path, size, first_step - 1, num_bytes)
         file = self.enter_context(path.open("ab", buffering=0))
-        waiting: list[bytes] = []  # lines that the disk has not taken
+        pending: list[bytes] = []  # lines not written yet
 
         def sink(step: int, data: Mapping[str, float]) -> None:
-            record = {"step": step, "data": jsonable(data)}
-            waiting.append(json.dumps(record, allow_nan=False).encode() + b"\n")
+            record = {"step": step, "data": to_jsonable(data)}
+            pending.append(json.dumps(record, allow_nan=False).encode() + b"\n")
             size = os.fstat(file.fileno()).st_size
             try:
-                with naming(path):
-                    write_all(file, b"".join(waiting))
+                with naming_file(path):
+                    write_all(file, b"".join(pending))
             except OSError:
                 with contextlib.suppress(OSError):
-                    os.truncate(file.fileno(), size)  # no half line stays
+                    os.truncate(file.fileno(), size)  # leave no partial line
                 raise
-            waiting.clear()
+            pending.clear()
 
         self._sinks.append(sink)
 
@@ -148,43 +152,43 @@ class Writer(contextlib.ExitStack):
 
 
 def keep_lines_before(path: pathlib.Path, first_step: int) -> None:
-    """Removes lines of steps from `first_step` on and, with a warning, lines that are no record."""
+    """Removes lines of steps from `first_step` on and, with a warning, invalid lines."""
     if not path.exists():
         return
-    kept = []
-    before = path.read_bytes()
-    for number, line in enumerate(before.removesuffix(b"\n").split(b"\n"), start=1):
+    kept_lines = []
+    content = path.read_bytes()
+    for number, line in enumerate(content.removesuffix(b"\n").split(b"\n"), start=1):
         try:
             is_earlier = json_value(line)["step"] < first_step
         except (ValueError, KeyError, TypeError):
-            if before:
+            if content:
                 logging.warning("%s:%d: not a metrics record, dropped: %.40r", path, number, line)
             continue
         if is_earlier:
-            kept.append(line.decode() + "\n")
-    if (after := "".join(kept)).encode() != before:
-        replace_text(path, after)
+            kept_lines.append(line.decode() + "\n")
+    if (new_content := "".join(kept_lines)).encode() != content:
+        replace_text(path, new_content)
 
 
-def jsonable(value: Any) -> Any:
-    """Returns `value` as JSON can hold it: NaN and infinities as None, other objects as text.
+def to_jsonable(value: Any) -> Any:
+    """`value` in types that JSON can represent: NaN and infinities as None, other objects as text.
 
-    >>> jsonable({"a": np.float32(0.5), "b": (1, float("nan"))})
+    >>> to_jsonable({"a": np.float32(0.5), "b": (1, float("nan"))})
     {'a': 0.5, 'b': [1, None]}
     """
     if isinstance(value, Mapping):
-        return {str(key): jsonable(entry) for key, entry in value.items()}
+        return {str(key): to_jsonable(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple, set)):
-        return [jsonable(entry) for entry in value]
+        return [to_jsonable(entry) for entry in value]
     if isinstance(value, (np.ndarray, np.generic)):
-        return jsonable(value.tolist())
+        return to_jsonable(value.tolist())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if isinstance(value, (str, int, bool, type(None))) else str(value)
 
 
 def write_all(file: io.RawIOBase, data: bytes) -> None:
-    """Writes all of `data` to an unbuffered file, which may take a part at a time."""
+    """Writes all of `data` to an unbuffered file, whose `write` may be partial."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) or 0 :]

@@ -1,7 +1,7 @@
 """Attention of whole rows, as in training, scoring and prefill: one function, several kernels.
 
 "xla" works everywhere, in blocks of queries so that long rows need little memory; "splash" on TPUs
-skips what no query sees; "cudnn" is for GPUs.
+skips blocks that are masked out; "cudnn" is for GPUs.
 """
 
 import functools
@@ -20,64 +20,64 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.sharding.mesh import ACTIVATIONS, partition_spec
 
-Implementation = Literal["xla", "splash", "cudnn"]
+AttentionImplementation = Literal["xla", "splash", "cudnn"]
 
 # `prefix_ids` of rows in which no sequences share a prefix.
-NOTHING_SHARED = np.zeros((1, 0), np.int32)
+NO_PREFIXES = np.zeros((1, 0), np.int32)
 # `key_blocks` of rows whose queries are compared with all keys.
-ALL_BLOCKS = np.zeros((1, 0, 0), np.int32)
-KEY_BLOCK = 64  # keys that queries see together, or together do not
+ALL_KEY_BLOCKS = np.zeros((1, 0, 0), np.int32)
+KEY_BLOCK = 64  # keys per block of `key_blocks`
 
-QUERY_BLOCK = 512  # queries whose scores exist at one time
-MOST_KEYS = QUERY_BLOCK  # of the blocks that a query sees: their scores exist at one time
-_SPLASH_LANES = 128  # splash works on rows of a multiple of it
+QUERY_BLOCK = 512  # queries whose scores are in memory at one time
+MAX_BLOCK_KEYS = QUERY_BLOCK  # keys of a query's blocks; their scores are in memory at one time
+_SPLASH_LANES = 128  # splash needs a row length that is a multiple of it
 _SPLASH_BLOCK = 512
-_NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # score of a key that is not seen
+_MASKED_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)  # below every score
 
 
-class Scoring(NamedTuple):
-    """How products of queries and keys become weights of values."""
+class AttentionScoring(NamedTuple):
+    """How products of queries and keys become attention weights."""
 
-    scale: float = 0.0  # 0: 1 / sqrt(H)
+    scale: float = 0.0  # 0: H ** -0.5
     cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they stay
-    sinks: Float[Array, " N"] | None = None  # a score of no key for each head
+    sinks: Float[Array, " N"] | None = None  # attention sink: a logit without a key, per head
 
 
-PLAIN = Scoring()
+DEFAULT_SCORING = AttentionScoring()
 
 
 def implementation_for(
-    wanted: Literal["auto", "xla", "splash", "cudnn"],
+    requested: Literal["auto", "xla", "splash", "cudnn"],
     platform: str,
     compute_dtype: str,
     head_size: int,
-) -> Implementation:
-    """Returns the kernel of a run.
+) -> AttentionImplementation:
+    """The attention kernel to use.
 
     "auto" is splash on TPUs, and cuDNN on GPUs with bfloat16 and head sizes of at most 128 that
     divide by 8.
     """
-    if wanted != "auto":
-        return wanted
+    if requested != "auto":
+        return requested
     if platform == "tpu":
         return "splash"
     fits = compute_dtype == "bfloat16" and head_size % 8 == 0 and head_size <= 128
     return "cudnn" if platform in ("gpu", "cuda") and fits else "xla"
 
 
-def shares_prefixes(implementation: Implementation) -> bool:
-    """Returns whether a kernel can use `prefix_ids`; splash compares one number a token."""
+def supports_prefixes(implementation: AttentionImplementation) -> bool:
+    """Whether a kernel supports `prefix_ids`; splash compares one segment id per token."""
     return implementation != "splash"
 
 
-def by_chunk(
+def chunked_segment_ids(
     chunk: int, ids: Int[Array | np.ndarray, "_ ids"], positions: Int[Array, "B T"]
 ) -> Any:
-    """Returns ids [B, T] of segments that end where a position is a multiple of `chunk`."""
+    """Segment ids [B, T] cut at every multiple of `chunk` positions, for chunked attention."""
     if not chunk or not ids.shape[1]:
         return ids
-    most = positions.shape[1] // chunk + 1
-    return jnp.where(ids != 0, ids * most + positions // chunk, 0)
+    max_chunks = positions.shape[1] // chunk + 1
+    return jnp.where(ids != 0, ids * max_chunks + positions // chunk, 0)
 
 
 def segment_causal_mask(
@@ -85,36 +85,36 @@ def segment_causal_mask(
     first: int | Int[Array, ""] = 0,
     length: int = 0,
     window: int = 0,
-    prefix_ids: Int[Array | np.ndarray, "_ prefix"] = NOTHING_SHARED,
+    prefix_ids: Int[Array | np.ndarray, "_ prefix"] = NO_PREFIXES,
     positions: Int[Array, "B T"] | None = None,
 ) -> Bool[Array, "B 1 queries keys"]:
-    """Returns which key each query may see: its own segment, not the future.
+    """The causal mask within segments: which keys each query may attend to.
 
     Args:
-      first, length: Of the queries; length 0: the whole row.
-      window: Tokens back from the query, itself included, that it sees; 0: all.
-      positions: In each token's own sequence, for a window with `prefix_ids`.
-      prefix_ids: The earlier segment of the row that each token continues and sees as well; its
-        own segment where it continues none.
+      first, length: Range of the queries; length 0: the whole row.
+      window: Sliding window in tokens, the query included; 0: none.
+      positions: In each token's own sequence; needed for a window with `prefix_ids`.
+      prefix_ids: The earlier segment of the row that each token continues and attends to as well
+        (a shared prefix); its own segment where it continues none.
     """
     length = length or segment_ids.shape[1]
     queries = (first + jnp.arange(length))[:, None]
     keys = jnp.arange(segment_ids.shape[1])
-    sees = keys <= queries
+    visible = keys <= queries
     if window and positions is not None:
-        of_queries = jax.lax.dynamic_slice_in_dim(positions, first, length, axis=1)
-        sees = sees & (positions[:, None, :] > of_queries[:, :, None] - window)
+        query_positions = jax.lax.dynamic_slice_in_dim(positions, first, length, axis=1)
+        visible = visible & (positions[:, None, :] > query_positions[:, :, None] - window)
     elif window:
-        sees &= keys > queries - window
-    same = _of_segment(segment_ids, segment_ids, first, length)
+        visible &= keys > queries - window
+    same_segment = _segments_match(segment_ids, segment_ids, first, length)
     if prefix_ids.shape[1]:
-        same |= _of_segment(prefix_ids, segment_ids, first, length)
-    return (same & sees)[:, None]
+        same_segment |= _segments_match(prefix_ids, segment_ids, first, length)
+    return (same_segment & visible)[:, None]
 
 
-def _of_segment(wanted, segment_ids, first, length: int) -> Bool[Array, "B queries keys"]:
-    of_queries = jax.lax.dynamic_slice_in_dim(wanted, first, length, axis=1)
-    return of_queries[:, :, None] == segment_ids[:, None, :]
+def _segments_match(ids, segment_ids, first, length: int) -> Bool[Array, "B queries keys"]:
+    query_ids = jax.lax.dynamic_slice_in_dim(ids, first, length, axis=1)
+    return query_ids[:, :, None] == segment_ids[:, None, :]
 
 
 def full_attention(
@@ -122,40 +122,40 @@ def full_attention(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K value"],
     segment_ids: Int[Array, "B T"],
-    implementation: Implementation = "xla",
+    implementation: AttentionImplementation = "xla",
     *,
     window: int = 0,
-    scoring: Scoring = PLAIN,
+    scoring: AttentionScoring = DEFAULT_SCORING,
     interpret: bool = False,
-    prefix_ids: Int[Array | np.ndarray, "_ prefix"] = NOTHING_SHARED,
-    key_blocks: Int[Array | np.ndarray, "_ blocks seen"] = ALL_BLOCKS,
+    prefix_ids: Int[Array | np.ndarray, "_ prefix"] = NO_PREFIXES,
+    key_blocks: Int[Array | np.ndarray, "_ blocks seen"] = ALL_KEY_BLOCKS,
     positions: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N value"]:
-    """Returns softmax(q k scale) v inside each segment, causally.
+    """Causal attention within each segment: softmax(scale q k) v.
 
     Groups of N/K query heads share a key and value head, which is not repeated in memory (splash
     repeats it where the mesh splits heads further than there are key heads). Segment 0 is padding,
-    whose results mean nothing.
+    and its results are undefined.
 
     Args:
       q, k, v: Rotated by their positions.
-      window: Tokens back, itself included, that a query sees; 0: all.
-      scoring: How products become weights. cuDNN has neither caps nor sinks.
+      window: Sliding window in tokens, the query included; 0: none.
+      scoring: Scale, cap and sinks; cuDNN has neither caps nor sinks, XLA's attention replaces it.
       interpret: Runs splash without a TPU, slowly.
-      prefix_ids: As of `segment_causal_mask`; not with splash.
-      key_blocks: For each of several equal blocks of queries, the numbers of all blocks of keys
-        that it sees; the number of blocks fills the rest. Saves work for "xla" with prefixes.
+      prefix_ids: See `segment_causal_mask`; not with splash.
+      key_blocks: For each of several equal blocks of queries, the indices of all blocks of keys
+        that it attends to, padded with the number of blocks. Saves work for "xla" with prefixes.
       positions: In each token's own sequence; needed for a window with `prefix_ids`.
     """
-    shared = bool(prefix_ids.shape[1])
-    if shared and (not shares_prefixes(implementation) or (window and positions is None)):
+    has_prefixes = bool(prefix_ids.shape[1])
+    if has_prefixes and (not supports_prefixes(implementation) or (window and positions is None)):
         raise ValueError(
             f"full_attention: prefix_ids with {implementation} and a window of {window}; rows"
             " of whole sequences have none, and a window needs positions"
         )
     if implementation == "splash":
         return _splash(q, k, v, segment_ids, window, scoring, interpret)
-    if not shared:
+    if not has_prefixes:
         positions = None
     if implementation == "cudnn" and _is_plain(scoring, q, v):
         mask = segment_causal_mask(
@@ -163,67 +163,75 @@ def full_attention(
         )
         return masked_attention(q, k, v, mask, scoring, "cudnn")
     attend = functools.partial(masked_attention, scoring=scoring)
-    if shared and key_blocks.shape[2]:
-        return _in_key_blocks(
+    if has_prefixes and key_blocks.shape[2]:
+        return _block_sparse_attention(
             q, k, v, segment_ids, prefix_ids, key_blocks, attend, window, positions
         )
-    return _in_blocks(q, k, v, segment_ids, prefix_ids, attend, window, positions)
+    return _blockwise_attention(q, k, v, segment_ids, prefix_ids, attend, window, positions)
 
 
-def _in_key_blocks(q, k, v, segment_ids, prefix_ids, key_blocks, attend, window: int, positions):
-    """Returns attention of every block of queries to the blocks of keys that it sees."""
+def _block_sparse_attention(
+    q, k, v, segment_ids, prefix_ids, key_blocks, attend, window: int, positions
+):
+    """Attention of every block of queries to its own `key_blocks` only."""
     batch, length = segment_ids.shape
     count = key_blocks.shape[1]
     is_block = jnp.repeat(key_blocks < count, length // count, axis=-1)
     blocks = jnp.minimum(key_blocks, count - 1)
 
-    def cut(x):
+    def to_blocks(x):
         return x.reshape(batch, count, length // count, *x.shape[2:])
 
-    def found(x):
-        """Returns the keys of each block of queries, [B, blocks, keys, ...]."""
-        chosen = jax.vmap(lambda row, wanted: row[wanted])(cut(x), blocks)
-        return chosen.reshape(batch, count, -1, *x.shape[2:])
+    def gather_keys(x):
+        """The keys of each block of queries, [B, blocks, keys, ...]."""
+        gathered = jax.vmap(lambda row, block_ids: row[block_ids])(to_blocks(x), blocks)
+        return gathered.reshape(batch, count, -1, *x.shape[2:])
 
-    places = jnp.broadcast_to(jnp.arange(length), segment_ids.shape)
-    ids = found(segment_ids)[:, :, None]
-    sees = (cut(segment_ids)[..., None] == ids) | (cut(prefix_ids)[..., None] == ids)
-    sees &= found(places)[:, :, None] <= cut(places)[..., None]
-    sees &= is_block[:, :, None]
+    row_index = jnp.broadcast_to(jnp.arange(length), segment_ids.shape)
+    key_ids = gather_keys(segment_ids)[:, :, None]
+    visible = (to_blocks(segment_ids)[..., None] == key_ids) | (
+        to_blocks(prefix_ids)[..., None] == key_ids
+    )
+    visible &= gather_keys(row_index)[:, :, None] <= to_blocks(row_index)[..., None]
+    visible &= is_block[:, :, None]
     if window:
-        sees &= found(positions)[:, :, None] > cut(positions)[..., None] - window
-    together = lambda x: x.reshape(batch * count, *x.shape[2:])  # noqa: E731
-    queries, keys, values = (together(x) for x in (cut(q), found(k), found(v)))
-    mixed = attend(queries, keys, values, mask=together(sees)[:, None])
+        visible &= gather_keys(positions)[:, :, None] > to_blocks(positions)[..., None] - window
+    merge_blocks = lambda x: x.reshape(batch * count, *x.shape[2:])  # noqa: E731
+    queries, keys, values = (
+        merge_blocks(x) for x in (to_blocks(q), gather_keys(k), gather_keys(v))
+    )
+    mixed = attend(queries, keys, values, mask=merge_blocks(visible)[:, None])
     return mixed.reshape(*q.shape[:-1], v.shape[-1])
 
 
-def _in_blocks(q, k, v, segment_ids, prefix_ids, attend, window: int, positions):
-    """Returns attention of one block of queries after another.
+def _blockwise_attention(q, k, v, segment_ids, prefix_ids, attend, window: int, positions):
+    """Attention of one block of queries after another.
 
-    The backward pass computes scores again, so that only one block's exist at a time.
+    The backward pass recomputes scores, so that only those of one block are in memory at a time.
     """
     batch, length, num_heads, size = q.shape
-    masked = functools.partial(segment_causal_mask, window=window)
+    mask_of = functools.partial(segment_causal_mask, window=window)
     if length <= QUERY_BLOCK:
-        mask = masked(segment_ids, prefix_ids=prefix_ids, positions=positions)
+        mask = mask_of(segment_ids, prefix_ids=prefix_ids, positions=positions)
         return attend(q, k, v, mask=mask)
     count = -(-length // QUERY_BLOCK)
     width = -(-length // count)
-    more = count * width - length  # queries without a token, at the end
-    longer = lambda a: jnp.pad(a, ((0, 0), (0, more)))  # noqa: E731
-    ids = longer(segment_ids)
-    prefixes = longer(prefix_ids) if prefix_ids.shape[1] else prefix_ids
-    places = None if positions is None else longer(positions)
+    num_padding = count * width - length  # queries without a token, at the end
+    pad_row = lambda a: jnp.pad(a, ((0, 0), (0, num_padding)))  # noqa: E731
+    padded_ids = pad_row(segment_ids)
+    padded_prefixes = pad_row(prefix_ids) if prefix_ids.shape[1] else prefix_ids
+    padded_positions = None if positions is None else pad_row(positions)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def block(queries, number):
-        mask = masked(ids, number * width, width, prefix_ids=prefixes, positions=places)
+    def attend_block(queries, index):
+        mask = mask_of(
+            padded_ids, index * width, width, prefix_ids=padded_prefixes, positions=padded_positions
+        )
         return attend(queries, k, v, mask=mask[..., :length])
 
-    queries = jnp.pad(q, ((0, 0), (0, more), (0, 0), (0, 0)))
+    queries = jnp.pad(q, ((0, 0), (0, num_padding), (0, 0), (0, 0)))
     queries = jnp.moveaxis(queries.reshape(batch, count, width, num_heads, size), 1, 0)
-    mixed = jax.lax.map(lambda piece: block(*piece), (queries, jnp.arange(count)))
+    mixed = jax.lax.map(lambda piece: attend_block(*piece), (queries, jnp.arange(count)))
     return jnp.moveaxis(mixed, 0, 1).reshape(batch, -1, num_heads, v.shape[-1])[:, :length]
 
 
@@ -232,10 +240,10 @@ def masked_attention(
     k: Float[Array, "B keys K H"],
     v: Float[Array, "B keys K value"],
     mask: Bool[Array, "B 1 queries keys"],
-    scoring: Scoring = PLAIN,
+    scoring: AttentionScoring = DEFAULT_SCORING,
     implementation: Literal["xla", "cudnn"] = "xla",
 ) -> Float[Array, "B queries N value"]:
-    """Returns attention of any queries to the keys that the mask says; as `full_attention`."""
+    """Attention of any queries to any keys under a mask; see `full_attention`."""
     if _is_plain(scoring, q, v):
         scale = scoring.scale or None
         return jax.nn.dot_product_attention(
@@ -244,28 +252,28 @@ def masked_attention(
     batch, queries, num_heads, size = q.shape
     grouped = q.reshape(batch, queries, k.shape[2], -1, size)
     scores = jnp.einsum("bqkgh,bskh->bkgqs", grouped, k, preferred_element_type=jnp.float32)
-    scores = capped(scores * (scoring.scale or size**-0.5), scoring.cap)
-    scores = jnp.where(mask[:, :, None], scores, _NEVER)
+    scores = soft_capped(scores * (scoring.scale or size**-0.5), scoring.cap)
+    scores = jnp.where(mask[:, :, None], scores, _MASKED_SCORE)
     sinks = scoring.sinks
-    of_heads = None if sinks is None else sinks.reshape(k.shape[2], -1, 1)
-    weights = softmax_with_sinks(scores, of_heads).astype(v.dtype)
+    head_sinks = None if sinks is None else sinks.reshape(k.shape[2], -1, 1)
+    weights = softmax_with_sinks(scores, head_sinks).astype(v.dtype)
     mixed = jnp.einsum("bkgqs,bskh->bqkgh", weights, v)
     return mixed.reshape(batch, queries, num_heads, v.shape[-1])
 
 
-def _is_plain(scoring: Scoring, q: Array, v: Array) -> bool:
+def _is_plain(scoring: AttentionScoring, q: Array, v: Array) -> bool:
     return not scoring.cap and scoring.sinks is None and q.shape[-1] == v.shape[-1]
 
 
-def capped(x: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
-    """Returns `cap * tanh(x / cap)` (arXiv:2408.00118, Sec. 2.1); `x` itself if `cap` is 0."""
+def soft_capped(x: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
+    """Soft cap: `cap * tanh(x / cap)` (arXiv:2408.00118, Sec. 2.1); `x` itself if `cap` is 0."""
     return cap * jnp.tanh(x / cap) if cap else x
 
 
 def softmax_with_sinks(
     scores: Float[Array, "... keys"], sinks: Float[Array, "..."] | None
 ) -> Float[Array, "... keys"]:
-    """Returns the weights of keys beside a score of no key, `sinks` (None: there is none)."""
+    """The softmax over keys and a sink logit without a key (None: over keys only)."""
     if sinks is None:
         return jax.nn.softmax(scores, -1)
     sinks = sinks.astype(jnp.float32)[..., None]
@@ -274,37 +282,41 @@ def softmax_with_sinks(
     return weights / (weights.sum(-1, keepdims=True) + jnp.exp(sinks - top))
 
 
-def _splash(q, k, v, segment_ids, window: int, scoring: Scoring, interpret: bool):
-    plain = scoring._replace(sinks=None)
-    local = functools.partial(_splash_local, window=window, scoring=plain, interpret=interpret)
-    given = () if scoring.sinks is None else (scoring.sinks,)
+def _splash(q, k, v, segment_ids, window: int, scoring: AttentionScoring, interpret: bool):
+    without_sinks = scoring._replace(sinks=None)
+    local = functools.partial(
+        _splash_local, window=window, scoring=without_sinks, interpret=interpret
+    )
+    sinks = () if scoring.sinks is None else (scoring.sinks,)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or AxisType.Manual in mesh.axis_types or math.prod(mesh.axis_sizes) == 1:
-        return local(q, k, v, segment_ids, *given)
-    # The kernel gets local arrays: its own rows, and the key heads of its own query heads.
+        return local(q, k, v, segment_ids, *sinks)
+    # Under shard_map the kernel gets local rows, and the key heads of its local query heads.
     sizes = dict(mesh.shape)
     spec = functools.partial(partition_spec, rules=ACTIVATIONS, axis_sizes=sizes, units={})
     rows = spec(q.shape, ("batch", None, "heads", None))
-    ways = sizes.get("tensor", 1) if rows[2] else 1
-    if repeats := ways // math.gcd(k.shape[2], ways) - 1:
+    head_shards = sizes.get("tensor", 1) if rows[2] else 1
+    if repeats := head_shards // math.gcd(k.shape[2], head_shards) - 1:
         k, v = (jnp.repeat(x, repeats + 1, axis=2) for x in (k, v))
     tokens = spec(segment_ids.shape, ("batch", None))
-    specs = rows, rows, rows, tokens, *(PartitionSpec(rows[2]) for _ in given)
+    specs = rows, rows, rows, tokens, *(PartitionSpec(rows[2]) for _ in sinks)
     mapped = jax.shard_map(local, in_specs=specs, out_specs=rows, check_vma=False)
-    return mapped(q, k, v, segment_ids, *given)
+    return mapped(q, k, v, segment_ids, *sinks)
 
 
-def _splash_local(q, k, v, segment_ids, *sinks, window: int, scoring: Scoring, interpret: bool):
+def _splash_local(
+    q, k, v, segment_ids, *sinks, window: int, scoring: AttentionScoring, interpret: bool
+):
     length, num_heads, size = q.shape[1:]
     padded = -(-length // _SPLASH_LANES) * _SPLASH_LANES
     block = math.gcd(padded, _SPLASH_BLOCK)
-    one_head = (
+    head_mask = (
         splash_mask.LocalMask((padded, padded), (window - 1, 0), 0)
         if window
         else splash_mask.CausalMask((padded, padded))
     )
     kernel = splash_kernel.make_splash_mha(
-        splash_mask.MultiHeadMask([one_head] * num_heads),
+        splash_mask.MultiHeadMask([head_mask] * num_heads),
         block_sizes=splash_kernel.BlockSizes(
             block_q=block,
             block_kv=block,
@@ -320,13 +332,13 @@ def _splash_local(q, k, v, segment_ids, *sinks, window: int, scoring: Scoring, i
         attn_logits_soft_cap=scoring.cap or None,
         interpret=interpret,
     )
-    more = padded - length
+    num_padding = padded - length
     heads_first = lambda x: jnp.swapaxes(  # noqa: E731
-        jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))), 1, 2
+        jnp.pad(x, ((0, 0), (0, num_padding), (0, 0), (0, 0))), 1, 2
     )
-    ids = jnp.pad(segment_ids, ((0, 0), (0, more)))
-    one_row = lambda q, k, v, ids: kernel(q, k, v, ids, *sinks)  # noqa: E731
-    mixed = jax.vmap(one_row)(
+    ids = jnp.pad(segment_ids, ((0, 0), (0, num_padding)))
+    attend_row = lambda q, k, v, ids: kernel(q, k, v, ids, *sinks)  # noqa: E731
+    mixed = jax.vmap(attend_row)(
         heads_first(q * (scoring.scale or size**-0.5)),
         heads_first(k),
         heads_first(v),

@@ -1,25 +1,32 @@
-"""The parts of a network: a decoder layer, and everything that is not a layer."""
+"""The modules of a network: a decoder layer, and the embedding, final norm and head."""
 
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxrl_llm.models.attention_layers import Attend, GroupedAttention, LatentAttention, Rotary
-from jaxrl_llm.models.experts import ExpertMLP
-from jaxrl_llm.models.layers import MLP, Build, RMSNorm
-from jaxrl_llm.models.router import Routing
-from jaxrl_llm.models.shape import Layer, Shape
+from jaxrl_llm.models.architecture import Architecture, LayerType
+from jaxrl_llm.models.attention_modules import (
+    AttentionFunction,
+    GroupedQueryAttention,
+    LatentAttention,
+    Rotary,
+)
+from jaxrl_llm.models.layers import MLP, ParamFactory, RMSNorm
+from jaxrl_llm.models.moe import ExpertMLP
+from jaxrl_llm.models.router import RouterInputs
 from jaxrl_llm.sharding.mesh import constrain
 
 
 class Block(nnx.Module):
     """One pre-norm decoder layer."""
 
-    def __init__(self, build: Build, shape: Shape, layer: Layer):
+    def __init__(self, build: ParamFactory, shape: Architecture, layer: LayerType):
         d = shape.hidden_size
         self.attention_norm = RMSNorm(build, d, shape)
         self.attention = (
-            LatentAttention(build, shape) if shape.latent else GroupedAttention(build, shape, layer)
+            LatentAttention(build, shape)
+            if shape.latent
+            else GroupedQueryAttention(build, shape, layer)
         )
         self.mlp_norm = RMSNorm(build, d, shape)
         self.mlp: MLP | ExpertMLP = (
@@ -33,13 +40,13 @@ class Block(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         rotary: Rotary,
-        attend: Attend,
+        attend: AttentionFunction,
         compressed: bool = False,
-        routing: Routing | None = None,
+        routing: RouterInputs | None = None,
     ):
-        """Returns the output, what `attend` kept, and what a router did (None: no experts)."""
+        """The output, the second result of `attend`, and router outputs (None: no experts)."""
         x = checkpoint_name(x, "stream")
-        mixed, kept = self.attention(self.attention_norm(x), rotary, attend, compressed)
+        mixed, cache = self.attention(self.attention_norm(x), rotary, attend, compressed)
         if hasattr(self, "attention_post_norm"):
             mixed = self.attention_post_norm(mixed)
         x = x + mixed
@@ -50,18 +57,18 @@ class Block(nnx.Module):
             y = mlp(self.mlp_norm(x))
         if hasattr(self, "mlp_post_norm"):
             y = self.mlp_post_norm(y)
-        return constrain(x + y, "batch", "length", "embed"), kept, routed
+        return constrain(x + y, "batch", "length", "embed"), cache, routed
 
 
-class Ends(nnx.Module):
-    """Everything that is not a block: embedding, final norm, head."""
+class EmbedAndHead(nnx.Module):
+    """The parameters outside the layers: embedding, final norm, head."""
 
-    def __init__(self, build: Build, shape: Shape, head: str):
+    def __init__(self, build: ParamFactory, shape: Architecture, head: str):
         table = (shape.vocab_size, shape.hidden_size)
         self.embed = build.normal(table, ("vocab", "embed"))
         self.norm = RMSNorm(build, shape.hidden_size, shape)
         if head == "scalar":
-            # Zero: a critic begins by predicting nothing, so the first advantages are the returns.
+            # Zero: a critic first predicts 0 everywhere, so the first advantages are the returns.
             self.score = build.zeros((1, shape.hidden_size), ("one", "embed"))
         elif not shape.tie_embeddings:
             self.head = build.normal(table, ("vocab", "embed"))

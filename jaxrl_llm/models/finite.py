@@ -1,4 +1,4 @@
-"""Whether weights are finite."""
+"""Checks weights for NaN and infinities."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,39 +9,38 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.sharding import pools, telling
+from jaxrl_llm.sharding import device_pools, kv_store_broadcast
 
 
 class NotFiniteError(UserError, ValueError):
-    """Weights with NaN or infinities: where they are, which, and what to do."""
+    """Weights hold NaN or infinities; the message names place, parameters and remedy."""
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:
-    """Returns whether no number of a tree is NaN or infinite."""
+    """Whether a tree has no NaN or infinity."""
     leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
     return jnp.stack([jnp.array(True), *leaves]).all()
 
 
-_on_devices = jax.jit(all_finite)
+_all_finite_jit = jax.jit(all_finite)
 
 
 def _leaf_is_finite(leaf: Any) -> bool:
-    here = isinstance(leaf, jax.Array) and jax.process_count() == 1
-    if here and all(device.platform == "cpu" for device in leaf.devices()):
-        return bool(np.isfinite(np.asarray(leaf)).all())  # compiles nothing
-    return bool(telling.fetched(_on_devices(pools.working(leaf))))
+    is_local = isinstance(leaf, jax.Array) and jax.process_count() == 1
+    if is_local and all(device.platform == "cpu" for device in leaf.devices()):
+        return bool(np.isfinite(np.asarray(leaf)).all())  # avoids a compilation
+    return bool(kv_store_broadcast.device_get(_all_finite_jit(device_pools.to_device_memory(leaf))))
 
 
 def check(
     tree: Any, where: str, remedy: str, stored_name: Callable[[str], str] = lambda path: ""
 ) -> None:
-    """Raises NotFiniteError, which begins with `where`, if weights are not finite.
+    """Raises NotFiniteError if weights hold NaN or infinities; the message begins with `where`.
 
-    Arrays in host memory are brought to the devices one at a time. `stored_name` gives the name in
-    a file of the first tensor of a parameter, by its dotted path, that is not finite; "" if it is
-    not known.
+    Arrays in host memory move to the devices one at a time. `stored_name` maps the dotted path of a
+    parameter to the file name of its first tensor that is not finite; "" if unknown.
     """
-    # One after the other: on CPUs, sums over processes that run at one time block each other.
+    # Sequential: on CPUs, concurrent reductions over processes deadlock.
     bad = [
         jax.tree_util.keystr(path, simple=True, separator=".")
         for path, leaf in jax.tree.leaves_with_path(tree)

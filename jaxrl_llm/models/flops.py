@@ -1,6 +1,6 @@
-"""Floating-point operations of a network, counted from its shape.
+"""FLOPs of a network, counted from its shape.
 
-A compiler's cost analysis counts the body of a scan once, however many layers run through it.
+The compiler's cost analysis is no substitute: it counts the body of a scan over layers only once.
 """
 
 import collections
@@ -9,25 +9,25 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxrl_llm.models.shape import EVERYWHERE, Layer, Shape, Vision
+from jaxrl_llm.models.architecture import UNIFORM_LAYER, Architecture, LayerType, VisionArchitecture
 
-# Multiplications that take as long as mask, softmax and their gradient at one score, on CPUs.
+# Cost of mask, softmax and their gradient per attention score, in multiplications, on CPUs.
 _SCORE_PRODUCTS = 256
 
 
-def attention_products(shape: Shape) -> int:
-    """Returns the weights of one layer's attention that every token is multiplied with."""
+def attention_matmul_weights(shape: Architecture) -> int:
+    """Matmul weights of one attention layer that each token passes through."""
     d, heads, latent = shape.hidden_size, shape.num_heads, shape.latent
     if latent is None:
         return d * (2 * heads + 2 * shape.num_kv_heads) * shape.head_size
-    queries = (d if not latent.q_rank else latent.q_rank) * heads * shape.head_size
-    short = d * (latent.q_rank + latent.kv_rank + shape.head_size - latent.plain_size)
-    up = latent.kv_rank * heads * (latent.plain_size + latent.value_size)
-    return queries + short + up + heads * latent.value_size * d
+    q_proj = (d if not latent.q_rank else latent.q_rank) * heads * shape.head_size
+    down_proj = d * (latent.q_rank + latent.kv_rank + shape.head_size - latent.plain_size)
+    up_proj = latent.kv_rank * heads * (latent.plain_size + latent.value_size)
+    return q_proj + down_proj + up_proj + heads * latent.value_size * d
 
 
-def mlp_products(shape: Shape, kind: Layer = EVERYWHERE) -> int:
-    """Returns the weights of a layer's MLP, or of a token's experts and their router."""
+def mlp_matmul_weights(shape: Architecture, kind: LayerType = UNIFORM_LAYER) -> int:
+    """Matmul weights of one MLP, or of the router and a token's active experts."""
     experts = shape.experts
     if not kind.experts or experts is None:
         return 3 * shape.hidden_size * shape.mlp_size
@@ -35,73 +35,74 @@ def mlp_products(shape: Shape, kind: Layer = EVERYWHERE) -> int:
     return shape.hidden_size * (3 * inner + experts.num)
 
 
-def layer_products(shape: Shape, kind: Layer = EVERYWHERE) -> int:
-    """Returns the weights of one layer that every token is multiplied with."""
-    return attention_products(shape) + mlp_products(shape, kind)
+def layer_matmul_weights(shape: Architecture, kind: LayerType = UNIFORM_LAYER) -> int:
+    """Matmul weights of one layer that each token passes through."""
+    return attention_matmul_weights(shape) + mlp_matmul_weights(shape, kind)
 
 
-def attention_parity(shape: Shape) -> int:
-    """Returns how many keys of a query cost as much time as the matmuls of a layer."""
-    per_key = shape.num_heads * (2 * shape.head_size + _SCORE_PRODUCTS)
-    products = sum(layer_products(shape, kind) for kind in shape.kinds) // shape.num_layers
-    return max(1, products // per_key)
+def attention_crossover_keys(shape: Architecture) -> int:
+    """The number of keys per query at which attention takes as long as the matmuls of a layer."""
+    cost_per_key = shape.num_heads * (2 * shape.head_size + _SCORE_PRODUCTS)
+    products = (
+        sum(layer_matmul_weights(shape, kind) for kind in shape.layer_types) // shape.num_layers
+    )
+    return max(1, products // cost_per_key)
 
 
-def seen_pairs(kind: Layer, lengths: Float[np.ndarray, " B"]) -> float:
-    """Returns the pairs of a query and a key that it sees, in a layer of this kind."""
+def attended_pairs(kind: LayerType, lengths: Float[np.ndarray, " B"]) -> float:
+    """The number of attended query-key pairs in a layer of this kind."""
     triangle = lambda n: n * (n + 1) / 2  # noqa: E731
     if kind.window:
-        beyond = np.maximum(lengths - kind.window, 0)
-        return float((triangle(lengths - beyond) + beyond * kind.window).sum())
+        past_window = np.maximum(lengths - kind.window, 0)
+        return float((triangle(lengths - past_window) + past_window * kind.window).sum())
     if kind.chunk:
-        whole, rest = np.divmod(lengths, kind.chunk)
-        return float((whole * triangle(kind.chunk) + triangle(rest)).sum())
+        num_chunks, remainder = np.divmod(lengths, kind.chunk)
+        return float((num_chunks * triangle(kind.chunk) + triangle(remainder)).sum())
     return float(triangle(lengths).sum())
 
 
-def forward(shape: Shape, lengths: Int[np.ndarray, " B"], num_labels: int = 0) -> float:
-    """Returns the operations of one forward pass over sequences of these lengths.
+def forward(shape: Architecture, lengths: Int[np.ndarray, " B"], num_labels: int = 0) -> float:
+    """FLOPs of one forward pass over sequences of these lengths.
 
-    Matmuls only: `2 T` for each weight that a token meets, and in each layer `2 N (H + value)` for
-    each pair of a query and a key that it sees. `num_labels` is the width of the head; 0: the
-    vocabulary.
+    Matmuls only: `2 T` per active weight, and in each layer `2 N (H + value)` per attended
+    query-key pair. `num_labels` is the width of the head; 0: the vocabulary.
     """
-    lengths = np.asarray(lengths, np.float64)  # those of a long run need more than 64 bits
+    lengths = np.asarray(lengths, np.float64)  # counts of a long run overflow 64-bit integers
     head = (num_labels or shape.vocab_size) * shape.hidden_size
-    per_pair = 2 * shape.num_heads * (shape.head_size + shape.value_size)
+    flops_per_pair = 2 * shape.num_heads * (shape.head_size + shape.value_size)
     weights, attention = float(head), 0.0
-    for kind, count in collections.Counter(shape.kinds).items():
-        weights += count * layer_products(shape, kind)
-        attention += count * per_pair * seen_pairs(kind, lengths)
+    for kind, count in collections.Counter(shape.layer_types).items():
+        weights += count * layer_matmul_weights(shape, kind)
+        attention += count * flops_per_pair * attended_pairs(kind, lengths)
     return float(2 * weights * lengths.sum() + attention)
 
 
-def tower_layer(vision: Vision) -> int:
-    """Returns the weights of one layer of a tower that every patch is multiplied with."""
+def vision_layer_matmul_weights(vision: VisionArchitecture) -> int:
+    """Matmul weights of one vision encoder layer that each patch passes through."""
     return 4 * vision.hidden_size**2 + 3 * vision.hidden_size * vision.mlp_size
 
 
-def tower(vision: Vision, out_size: int, patches: Sequence[int]) -> float:
-    """Returns the operations of reading images of so many patches each, as `forward` counts them.
+def vision_forward(vision: VisionArchitecture, out_size: int, patches: Sequence[int]) -> float:
+    """FLOPs of encoding images with these numbers of patches, counted as in `forward`.
 
-    Layers of windows are counted as if no window had room left.
+    Window attention is counted as if every window were full.
     """
-    numbers, d = np.asarray(patches, np.float64), vision.hidden_size
+    num_patches, d = np.asarray(patches, np.float64), vision.hidden_size
     merged = d * vision.merge_size**2
-    per_vector = merged * (merged + out_size)
-    weights = vision.patch_dims * d + vision.num_layers * tower_layer(vision)
-    weights += per_vector // vision.merge_size**2
-    whole = len(vision.full_layers)
-    pairs = whole * (numbers**2).sum()
-    pairs += (vision.num_layers - whole) * vision.window_patches * numbers.sum()
-    return float(2 * weights * numbers.sum() + 4 * d * pairs)
+    merger_weights = merged * (merged + out_size)
+    weights = vision.patch_dims * d + vision.num_layers * vision_layer_matmul_weights(vision)
+    weights += merger_weights // vision.merge_size**2
+    num_full_layers = len(vision.full_layers)
+    pairs = num_full_layers * (num_patches**2).sum()
+    pairs += (vision.num_layers - num_full_layers) * vision.window_patches * num_patches.sum()
+    return float(2 * weights * num_patches.sum() + 4 * d * pairs)
 
 
 def training(
-    shape: Shape, lengths: Int[np.ndarray, " B"], num_labels: int = 0, frozen: bool = False
+    shape: Architecture, lengths: Int[np.ndarray, " B"], num_labels: int = 0, frozen: bool = False
 ) -> float:
-    """Returns the operations of forward and backward pass, without rematerialization.
+    """FLOPs of forward and backward pass, without rematerialization.
 
-    Three times the forward pass; two times with a `frozen` base, whose adapters are not counted.
+    Three times the forward pass; twice with a `frozen` base, adapters not counted.
     """
     return (2 if frozen else 3) * forward(shape, lengths, num_labels)

@@ -1,7 +1,7 @@
-"""The pieces of a decoder block as Flax modules, which exist only during a trace.
+"""The layers of a decoder block as Flax modules, which exist only during a trace.
 
 Every parameter has the logical names of its dims in the metadata `logical_axes` (see
-`sharding/mesh.py`). Activations that a backward pass may keep are named (see
+`sharding/mesh.py`). Activations that a remat policy may save are named (see
 `remat.REMAT_POLICIES`).
 """
 
@@ -16,9 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.models import low_precision
-from jaxrl_llm.models.low_precision import Quantization
-from jaxrl_llm.models.shape import Shape, Vision
+from jaxrl_llm.models import quantization as quantization_lib
+from jaxrl_llm.models.architecture import Architecture, VisionArchitecture
+from jaxrl_llm.models.quantization import Quantization
 from jaxrl_llm.sharding.mesh import constrain
 
 NO_ADAPTERS = LoraConfig()
@@ -27,11 +27,11 @@ _ZEROS = nnx.initializers.zeros_init()
 
 
 @jax.custom_vjp
-def product(x: Float[Array, "... I"], kernel: Float[Array, "I O"]) -> Float[Array, "... O"]:
-    """Returns `x @ kernel`; its backward pass moves no array.
+def matmul(x: Float[Array, "... I"], kernel: Float[Array, "I O"]) -> Float[Array, "... O"]:
+    """`x @ kernel`, with a backward pass that transposes no array in memory.
 
     The gradient of the kernel is one contraction over all positions. With autodiff, XLA on CPU
-    would write the incoming gradient transposed first.
+    would first write out the transposed incoming gradient.
     """
     return x @ kernel
 
@@ -42,67 +42,69 @@ def _product_forward(x, kernel):
 
 def _product_backward(residuals, bar):
     x, kernel = residuals
-    of_x = bar @ kernel.T
-    of_kernel = jax.lax.platform_dependent(x, bar, of_x, cpu=_narrower_first, default=_afterwards)
-    return of_x, of_kernel
+    x_bar = bar @ kernel.T
+    kernel_bar = jax.lax.platform_dependent(
+        x, bar, x_bar, cpu=_kernel_gradient_on_cpu, default=_kernel_gradient
+    )
+    return x_bar, kernel_bar
 
 
-def _afterwards(x, bar, of_x):
-    """The contraction, after the gradient of `x`, which is the last to need the kernel."""
-    bar, _ = jax.lax.optimization_barrier((bar, of_x))
+def _kernel_gradient(x, bar, x_bar):
+    """The contraction, scheduled after the gradient of `x`, the last use of the kernel."""
+    bar, _ = jax.lax.optimization_barrier((bar, x_bar))
     return jnp.einsum("...i,...o->io", x, bar)
 
 
-def _narrower_first(x, bar, _):
-    """The same contraction; XLA on CPU writes the first operand transposed: the narrower one."""
+def _kernel_gradient_on_cpu(x, bar, _):
+    """The same; the narrower array is the first operand, which XLA on CPU transposes in memory."""
     if x.shape[-1] <= bar.shape[-1]:
         return jnp.einsum("...i,...o->io", x, bar)
     # Without the barrier the compiler swaps the operands again.
     return jax.lax.optimization_barrier(jnp.einsum("...o,...i->oi", bar, x)).T
 
 
-product.defvjp(_product_forward, _product_backward)
+matmul.defvjp(_product_forward, _product_backward)
 
 
 def float32_logits(
     hidden: Float[Array, "... D"], weight: Float[Array, "V D"]
 ) -> Float[Array, "... V"]:
-    """Returns `hidden @ weight.T`, summed in float32 whatever the dtype of the operands."""
+    """`hidden @ weight.T`, accumulated in float32 whatever the dtype of the operands."""
     return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Products:
-    """The functions a network multiplies with; the defaults are XLA's own matmuls.
+class MatmulImpl:
+    """The matmul implementations of a network; the defaults are XLA's.
 
     A `Linear` with at least `min_transposed` inputs and outputs stores its kernel as [out, in] and
-    calls `product(x, kernel)`; 0: all kernels are [in, out] and `product` is not used.
+    calls `matmul(x, kernel)`; 0: all kernels are [in, out] and `matmul` is not used.
     """
 
-    product: Callable[[Array, Array], Array] = product
+    product: Callable[[Array, Array], Array] = matmul
     logits: Callable[[Array, Array], Array] = float32_logits
-    # mlp(x, gate, up, down) of plain kernels; None: three products.
+    # Fused mlp(x, gate, up, down) of plain kernels; None: three matmuls.
     mlp: Callable[[Array, Array, Array, Array], Array] | None = None
-    # Of decode steps, over pages of a cache, as `on_cpu.kernels.attention`; None: XLA's.
+    # Paged attention of decode steps, as `on_cpu.kernels.attention`; None: XLA's.
     attention: Callable[..., Array] | None = None
-    # What comes between the projections to queries, keys and values and their split into heads.
-    projected: Callable[[Array], Array] = lambda y: y
+    # Applied to the q, k and v projections before they are split into heads.
+    after_qkv_projection: Callable[[Array], Array] = lambda y: y
     min_transposed: int = 0
     quantization: Quantization = "none"  # of kernels, see `low_precision`
 
     def transposes(self, in_size: int, out_size: int) -> bool:
-        """Returns whether a kernel of this size is stored as [out, in]."""
+        """Whether a kernel of this size is stored as [out, in]."""
         return 0 < self.min_transposed <= min(in_size, out_size)
 
 
-PLAIN = Products()
+DEFAULT_MATMULS = MatmulImpl()
 
 
 @jax.custom_vjp
-def gated(gate: Float[Array, "... F"], up: Float[Array, "... F"]) -> Float[Array, "... F"]:
-    """Returns `silu(gate) * up`; its backward pass keeps the two inputs alone.
+def swiglu(gate: Float[Array, "... F"], up: Float[Array, "... F"]) -> Float[Array, "... F"]:
+    """SwiGLU, `silu(gate) * up`; only the two inputs are saved for the backward pass.
 
-    With autodiff it would keep the sigmoid and `silu(gate)` as well.
+    Autodiff would save the sigmoid and `silu(gate)` as well.
     """
     return jax.nn.silu(gate) * up
 
@@ -117,17 +119,17 @@ def _gated_backward(residuals, bar):
     return bar * up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), bar * gate * sigmoid
 
 
-gated.defvjp(_gated_forward, _gated_backward)
+swiglu.defvjp(_gated_forward, _gated_backward)
 
 
 @dataclasses.dataclass(frozen=True)
-class Build:
-    """What modules make their parameters with."""
+class ParamFactory:
+    """Creates the parameters of modules, with their logical dims."""
 
     rngs: nnx.Rngs
     dtype: Any
     lora: LoraConfig = NO_ADAPTERS
-    products: Products = PLAIN
+    products: MatmulImpl = DEFAULT_MATMULS
 
     def param(self, init, shape: tuple[int, ...], axes: tuple[str, ...], dtype=None) -> nnx.Param:
         return nnx.Param(init(self.rngs.params(), shape, dtype or self.dtype), logical_axes=axes)
@@ -136,29 +138,29 @@ class Build:
         return self.param(_NORMAL, shape, axes)
 
     def kernel(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
-        """Returns the matrix of a product; where weights are rounded, room for one."""
-        dtype = low_precision.dtype_of(self.products.quantization)
+        """The kernel of a matmul, or zeros in the quantized dtype where weights are quantized."""
+        dtype = quantization_lib.quantized_dtype(self.products.quantization)
         return self.zeros(shape, axes, dtype) if dtype else self.normal(shape, axes)
 
     def zeros(self, shape: tuple[int, ...], axes: tuple[str, ...], dtype=None) -> nnx.Param:
         return self.param(_ZEROS, shape, axes, dtype)
 
 
-def as_peft(key: jax.Array, shape: tuple[int, ...], dtype) -> Float[Array, "I rank"]:
-    """Returns the first factor of an adapter, uniform as `peft` draws it; the second is zero."""
+def init_as_peft(key: jax.Array, shape: tuple[int, ...], dtype) -> Float[Array, "I rank"]:
+    """Initializes the A factor of an adapter, uniform as in `peft`; B is zero."""
     bound = shape[0] ** -0.5
     return jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 class Linear(nnx.Module):
-    """`x @ kernel (+ bias)`; the products say whether the kernel is stored transposed.
+    """`x @ kernel (+ bias)`; `MatmulImpl` decides whether the kernel is stored transposed.
 
     With adapters of rank r, `x @ lora_a @ lora_b * alpha / r` is added (arXiv:2106.09685, Eq. 3).
     """
 
     def __init__(
         self,
-        build: Build,
+        build: ParamFactory,
         name: str,
         in_size: int,
         out_size: int,
@@ -166,7 +168,7 @@ class Linear(nnx.Module):
         bias: bool = False,
     ):
         sizes, names = (in_size, out_size), axes
-        self.product: Callable[[Array, Array], Array] = product
+        self.product: Callable[[Array, Array], Array] = matmul
         if build.products.transposes(in_size, out_size):
             sizes, names, self.product = sizes[::-1], names[::-1], build.products.product
         self.kernel = build.kernel(sizes, names)
@@ -176,19 +178,19 @@ class Linear(nnx.Module):
             self.bias = build.zeros((out_size,), axes[1:])
         lora = build.lora
         if lora.rank and name in lora.targets:
-            # float32 whatever the dtype of the frozen kernel: few numbers, and small steps.
-            first, second = (axes[0], "rank"), ("rank", axes[1])
-            self.lora_a = build.param(as_peft, (in_size, lora.rank), first, jnp.float32)
-            self.lora_b = build.param(_ZEROS, (lora.rank, out_size), second, jnp.float32)
+            # float32 whatever the frozen kernel's dtype: adapters are small, and so are updates.
+            a_axes, b_axes = (axes[0], "rank"), ("rank", axes[1])
+            self.lora_a = build.param(init_as_peft, (in_size, lora.rank), a_axes, jnp.float32)
+            self.lora_b = build.param(_ZEROS, (lora.rank, out_size), b_axes, jnp.float32)
             self.scale = lora.scale
 
     def weight(self, dtype) -> Float[Array, "I O"]:
-        """Returns the matrix that `x` is multiplied with, adapters included."""
+        """The effective kernel [in, out]: dequantized, and with adapters merged."""
         kernel = self.kernel[...].astype(dtype)
-        if self.product is not product:
+        if self.product is not matmul:
             kernel = kernel.T
         if hasattr(self, "kernel_steps"):
-            kernel = low_precision.multiplied(kernel, self.kernel_steps[...])
+            kernel = quantization_lib.apply_scales(kernel, self.kernel_steps[...])
         if hasattr(self, "lora_a"):
             a, b = self.lora_a[...].astype(dtype), self.lora_b[...].astype(dtype)
             kernel = kernel + a @ b * self.scale
@@ -197,7 +199,7 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         y = self.product(x, self.kernel[...].astype(x.dtype))
         if hasattr(self, "kernel_steps"):
-            y = low_precision.multiplied(y, self.kernel_steps[...])
+            y = quantization_lib.apply_scales(y, self.kernel_steps[...])
         if hasattr(self, "lora_a"):
             inner = x @ self.lora_a[...].astype(x.dtype)
             y = y + inner @ self.lora_b[...].astype(x.dtype) * self.scale
@@ -207,8 +209,8 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root mean square normalization over the last dim, computed in float32 (arXiv:1910.07467)."""
 
-    def __init__(self, build: Build, size: int, shape: Shape | Vision):
-        # At first it multiplies with one.
+    def __init__(self, build: ParamFactory, size: int, shape: Architecture | VisionArchitecture):
+        # The effective scale, `scale + offset`, starts at 1.
         init = nnx.initializers.constant(1.0 - shape.norm_offset)
         self.scale = build.param(init, (size,), ("norm",))
         self.eps, self.offset = shape.norm_eps, shape.norm_offset
@@ -217,26 +219,32 @@ class RMSNorm(nnx.Module):
         scale = self.scale[...].astype(jnp.float32)
         if self.offset:
             scale = scale + self.offset
-        return (unit(x.astype(jnp.float32), self.eps) * scale).astype(x.dtype)
+        return (rms_normalized(x.astype(jnp.float32), self.eps) * scale).astype(x.dtype)
 
 
-def unit(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
-    """Returns `x` scaled to a mean square of 1 over its last dim."""
+def rms_normalized(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
+    """`x` divided by its root mean square over the last dim."""
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + eps)
 
 
 class MLP(nnx.Module):
     """Gated MLP: `down(silu(gate(x)) * up(x))` (arXiv:2002.05202), or with GELU."""
 
-    def __init__(self, build: Build, shape: Shape | Vision, size: int, bias: bool = False):
+    def __init__(
+        self,
+        build: ParamFactory,
+        shape: Architecture | VisionArchitecture,
+        size: int,
+        bias: bool = False,
+    ):
         d = shape.hidden_size
         self.gate = Linear(build, "gate", d, size, ("embed", "mlp"), bias)
         self.up = Linear(build, "up", d, size, ("embed", "mlp"), bias)
         self.down = Linear(build, "down", size, d, ("mlp", "embed"), bias)
         adapted = any(hasattr(linear, "lora_a") for linear in (self.gate, self.up, self.down))
-        rounds = build.products.quantization != "none"
-        plain = not (adapted or bias or rounds or shape.act != "silu")
-        self.fused = build.products.mlp if plain else None
+        is_quantized = build.products.quantization != "none"
+        can_fuse = not (adapted or bias or is_quantized or shape.act != "silu")
+        self.fused = build.products.mlp if can_fuse else None
         self.act = shape.act
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -245,5 +253,5 @@ class MLP(nnx.Module):
             return self.fused(x, *(linear.kernel[...].astype(x.dtype) for linear in linears))
         gate = checkpoint_name(self.gate(x), "gate")
         up = checkpoint_name(self.up(x), "up")
-        inner = gated(gate, up) if self.act == "silu" else jax.nn.gelu(gate) * up
-        return self.down(constrain(inner, "batch", "length", "mlp"))
+        hidden = swiglu(gate, up) if self.act == "silu" else jax.nn.gelu(gate) * up
+        return self.down(constrain(hidden, "batch", "length", "mlp"))

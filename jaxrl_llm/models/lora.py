@@ -1,4 +1,4 @@
-"""Low-rank adapters (arXiv:2106.09685) in a parameter tree; `layers` computes with them.
+"""LoRA adapters (arXiv:2106.09685) in a parameter tree; `layers` applies them.
 
 The adapters of a projection are beside its kernel: `lora_a` [in, rank] and `lora_b` [rank, out],
 stacked as the kernel is.
@@ -15,29 +15,31 @@ Params = dict[str, Any]
 FACTORS = ("lora_a", "lora_b")
 
 
-def present(tree: Params) -> bool:
-    """Returns whether there are adapters anywhere in a tree."""
+def has_adapters(tree: Params) -> bool:
+    """Whether there are adapters anywhere in a tree."""
     return any(path[-1] in FACTORS for path in flatten_dict(tree))
 
 
-def only(tree: Params) -> Params:
-    """Returns the adapters of a tree, and the branches that lead to them."""
+def adapter_params(tree: Params) -> Params:
+    """The adapters of a tree, in its nested structure, without all other leaves."""
     return unflatten_dict({p: leaf for p, leaf in flatten_dict(tree).items() if p[-1] in FACTORS})
 
 
-def joined(base: Params, adapters: Params) -> Params:
-    """Returns the tree with both; without a base (`{}`) it is `adapters`, whatever they are."""
+def combine_params(base: Params, adapters: Params) -> Params:
+    """Merges the trees of base weights and adapters; with `{}` as base it is `adapters`."""
     return unflatten_dict(flatten_dict(base) | flatten_dict(adapters))
 
 
-def merged(tree: Params, scale: float) -> Params:
-    """Returns a tree of plain kernels `kernel + scale * lora_a @ lora_b`, summed in float32."""
+def merge_adapters(tree: Params, scale: float) -> Params:
+    """Merges adapters into the kernels: `kernel + scale * lora_a @ lora_b`, summed in float32."""
     leaves = flatten_dict(tree)
-    found = {path: leaf for path, leaf in leaves.items() if path[-1] not in FACTORS}
-    for *place, name in leaves:
+    weights = {path: leaf for path, leaf in leaves.items() if path[-1] not in FACTORS}
+    for *module_path, name in leaves:
         if name == "lora_a":
-            a, b = (leaves[*place, factor].astype(jnp.float32) for factor in FACTORS)
-            change = scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-            kernel = found[*place, "kernel"]
-            found[*place, "kernel"] = (kernel.astype(jnp.float32) + change).astype(kernel.dtype)
-    return unflatten_dict(found)
+            a, b = (leaves[*module_path, factor].astype(jnp.float32) for factor in FACTORS)
+            delta = scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+            kernel = weights[*module_path, "kernel"]
+            weights[*module_path, "kernel"] = (kernel.astype(jnp.float32) + delta).astype(
+                kernel.dtype
+            )
+    return unflatten_dict(weights)

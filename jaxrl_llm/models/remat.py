@@ -1,11 +1,11 @@
-"""What the forward pass keeps for the backward pass, which computes the rest again."""
+"""Rematerialization policies: activations that are saved for the backward pass, or offloaded."""
 
 import jax
 
-# Of a layer, "full" keeps its input, "attention" what surrounds the scores, "projections" the MLP's
-# two inner products too, "dots" the result of every product with a weight; the last two keep it on
-# the host.
-_AROUND_SCORES = ("q", "k", "v", "mixed")
+# Of a layer, "full" saves the input, "attention" also q, k, v and the attention output,
+# "projections" also the MLP's gate and up projections, "dots" the result of every matmul with a
+# weight; the offload policies save to host memory.
+_ATTENTION_NAMES = ("q", "k", "v", "mixed")
 _save = jax.checkpoint_policies.save_only_these_names
 
 
@@ -20,9 +20,9 @@ def _offload(*names: str):
 
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "attention": _save(*_AROUND_SCORES),
-    "projections": _save(*_AROUND_SCORES, "gate", "up"),
+    "attention": _save(*_ATTENTION_NAMES),
+    "projections": _save(*_ATTENTION_NAMES, "gate", "up"),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "offload_full": _offload(),
-    "offload_attention": _offload(*_AROUND_SCORES),
+    "offload_attention": _offload(*_ATTENTION_NAMES),
 }

@@ -1,399 +1,474 @@
-"""How many bytes each program of a run needs on a device: an estimate in closed form.
+"""Closed-form estimate of the bytes per device that each program of a run needs.
 
-The arguments of a program are counted exactly (`setting.py`). What it makes and drops (gradients,
-activations, logits) is estimated for each of its phases: the largest counts. `_COMPILERS` has the
-differences between compilers; `docs/memory.md` compares plans with their reports.
+Arguments of a program are counted exactly (`run_setting.py`). Temporaries (gradients, activations,
+logits) are estimated for each of its phases, of which the largest counts. `_COMPILERS` has the
+differences between compilers; `docs/memory.md` compares plans with the compilers' reports.
 """
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from jaxrl_llm.algorithms import needs
+from jaxrl_llm.algorithms import requirements
 from jaxrl_llm.config.placement import ROLES
-from jaxrl_llm.config.samples import PIECE_TOKENS
-from jaxrl_llm.models import attention, experts, heads
-from jaxrl_llm.models.shape import Layer
-from jaxrl_llm.planning import towers
-from jaxrl_llm.planning.setting import SCORING, Head, Parts, Setting, in_layers, num_params
+from jaxrl_llm.config.rollout_data import PREFILL_CHUNK_TOKENS
+from jaxrl_llm.models import attention, heads
+from jaxrl_llm.models import moe as moe_lib
+from jaxrl_llm.models.architecture import LayerType
+from jaxrl_llm.planning import vision_costs
+from jaxrl_llm.planning.run_setting import (
+    SCORING_PROGRAMS,
+    Head,
+    MemoryParts,
+    RunSetting,
+    num_layer_params,
+    num_params,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Compiler:
-    """How many copies a compiler keeps of arrays that it could have dropped."""
+    """Copies that a compiler keeps of arrays it could have dropped."""
 
-    # Of the critic while the policy learns: on CPU its old weights; on TPU its summed gradient
-    # where both optimizers come last, as in 8B's programs but not in 0.5B's.
-    waiting: float
-    of_head: float  # of the head's gradient, beside the microbatch's, while the head works
-    optimizing: float  # of the policy's gradient, while the optimizer works
-    chunks: tuple[float, float]  # of one piece's float32 logits, in scoring and in training
-    tables: float  # of one piece's weights while it is gathered
-    hoisted: float  # of them, once more, if the only piece is gathered before its loop
-    layers: float  # of one layer's gathered weights in the backward pass
-    laid: float  # of the device's share of the head, cut into pieces
-    body: bool  # whether the gradient of the layers is there while the head works
-    packing: float  # memory of arrays over their bytes, as there are gaps between them
+    # Of the critic while the policy is trained: on CPU its old weights; on TPU its accumulated
+    # gradient where both optimizers come last, as in programs of 8B but not of 0.5B models.
+    idle_critic: float
+    head_gradients: float  # of the head's gradient, besides the microbatch's, in its phase
+    optimizer_gradients: float  # of the policy's gradient, during the optimizer's phase
+    logit_copies: tuple[float, float]  # of one chunk's float32 logits, in scoring and in training
+    head_chunks: float  # of one chunk of the head while it is gathered
+    hoisted_heads: float  # more of them if the only chunk is gathered before its loop
+    layer_copies: float  # of one layer's gathered weights in the backward pass
+    cut_heads: float  # of the device's shard of the head, cut into chunks
+    layer_gradients_at_head: bool  # whether the layers' gradient exists during the head's phase
+    fragmentation: float  # allocated memory over the bytes of arrays
 
 
 _COMPILERS: Mapping[str, _Compiler] = {
     "tpu": _Compiler(0.5, 0.0, 1.0, (1.0, 1.0), 1.0, 0.0, 1.0, 1.0, True, 1.0),
     "gpu": _Compiler(0.5, 0.0, 1.0, (1.0, 1.0), 1.0, 0.0, 1.0, 0.0, True, 1.0),
     "cpu": _Compiler(1.0, 1.0, 2.75, (3.0, 2.0), 2.0, 1.0, 2.4, 1.0, True, 1.15),
-    # One device gathers nothing.
+    # A single device gathers nothing.
     "one cpu": _Compiler(1.0, 1.0, 2.2, (3.0, 2.0), 1.0, 0.0, 3.0, 0.0, False, 1.2),
 }
 
 
-def _compiler(setting: Setting) -> _Compiler:
-    alone = (setting.backend, setting.num_devices) == ("cpu", 1)
-    return _COMPILERS["one cpu" if alone else setting.backend]
+def _compiler(setting: RunSetting) -> _Compiler:
+    is_single_cpu = (setting.backend, setting.num_devices) == ("cpu", 1)
+    return _COMPILERS["one cpu" if is_single_cpu else setting.backend]
 
 
-def programs(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Parts]:
-    """Returns the arguments of each program of `learner/lowering.py`, and what it makes."""
-    learners = [role for role in ("policy", "critic") if role in roles and setting.has(role)]
-    found: dict[str, Parts] = {}
+def program_parts(setting: RunSetting, roles: Collection[str] = ROLES) -> dict[str, MemoryParts]:
+    """Arguments and temporaries of each program of `planning/compiled_memory.py`."""
+    learners = [role for role in ("policy", "critic") if role in roles and setting.has_role(role)]
+    by_program: dict[str, MemoryParts] = {}
     if "rollout" in roles:
-        found |= {"prefill": _prefill(setting), "decode": _decode(setting)}
-    if "policy" in roles or ("reference" in roles and needs.of(setting.config.algorithm).reference):
-        found["score"] = _score(setting, "lm")
+        by_program |= {"prefill": _prefill(setting), "decode": _decode(setting)}
+    if "policy" in roles or (
+        "reference" in roles and requirements.requirements(setting.config.algorithm).reference
+    ):
+        by_program["score"] = _score(setting, "lm")
     if "critic" in learners:
-        found["score_critic"] = _score(setting, "scalar")
+        by_program["score_critic"] = _score(setting, "scalar")
     if "reward" in roles and setting.scorers:
-        for name, head in SCORING:
-            asked = [scorer.shape for scorer in setting.scorers if scorer.head == head]
-            if asked:
-                largest = dataclasses.replace(setting, model=max(asked, key=num_params))
-                found[name] = _score(largest, head)
+        for name, head in SCORING_PROGRAMS:
+            shapes = [scorer.shape for scorer in setting.scorers if scorer.head == head]
+            if shapes:
+                largest = dataclasses.replace(setting, model=max(shapes, key=num_params))
+                by_program[name] = _score(largest, head)
                 if head == "lm":
-                    lessons = setting.lessons(setting.config.sequences_per_step)
-                    found[name] += Parts(activations=lessons)
+                    teacher_bytes = setting.teacher_bytes(setting.config.sequences_per_step)
+                    by_program[name] += MemoryParts(activations=teacher_bytes)
     if learners:
-        found["train"] = _train(setting, learners)
+        by_program["train"] = _train(setting, learners)
     if "policy" in roles:
-        found |= _reshard(setting)
+        by_program |= _reshard(setting)
     if "policy" in roles and setting.policy.vision:
-        found["tower"] = towers.reading(setting)
-    return found
+        by_program["tower"] = vision_costs.vision_encoder_memory(setting)
+    return by_program
 
 
-def resident(setting: Setting, roles: Collection[str] = ROLES) -> Parts:
-    """Returns what is on a device during all of a step: models, optimizers, the rollout copy.
+def resident_memory(setting: RunSetting, roles: Collection[str] = ROLES) -> MemoryParts:
+    """Arrays on a device during the whole step: models, optimizers, the rollout copy.
 
-    A run that samples ahead may have that copy twice: the old one serves while the new one is
-    copied to a pool of its own, or until it has finished what it began. With the policy, what reads
-    images beside the engine: a frozen tower, or a copy of it.
+    An asynchronous run may have the rollout copy twice: the old one serves while the new one is
+    copied to a pool of its own, or until samples in flight are drained. The policy comes with the
+    vision encoder that reads images for the engine: a frozen one, or a copy of the trained one.
     """
-    found = sum((setting.resting(role) for role in roles), Parts())
-    finishes = setting.config.trainer.new_weights == "drain"
-    if setting.config.max_staleness and "rollout" in roles and (finishes or "policy" not in roles):
-        found += setting.resting("rollout")
+    parts = sum((setting.resident_parts(role) for role in roles), MemoryParts())
+    drains = setting.config.trainer.new_weights == "drain"
+    if setting.config.max_staleness and "rollout" in roles and (drains or "policy" not in roles):
+        parts += setting.resident_parts("rollout")
     if "policy" in roles:
-        found += Parts(weights=1.0 * setting.tower * setting.param_item)
-    return found
+        parts += MemoryParts(weights=1.0 * setting.vision_params * setting.param_item)
+    return parts
 
 
-def step(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Parts]:
-    """Returns all that is on a device while each program runs."""
-    beside = resident(setting, roles)
-    found = {
-        name: beside + own - _counted_twice(setting, name, own, roles)
-        for name, own in programs(setting, roles).items()
+def step_memory(setting: RunSetting, roles: Collection[str] = ROLES) -> dict[str, MemoryParts]:
+    """Bytes on a device while each program runs, resident arrays included."""
+    beside = resident_memory(setting, roles)
+    totals = {
+        name: beside + parts - _resident_arguments(setting, name, parts, roles)
+        for name, parts in program_parts(setting, roles).items()
     }
     if {"policy", "rollout"} <= set(roles) and setting.config.trainer.sampling == "sync":
-        for name in {"score", "score_critic", "train"} & set(found):  # after `Sampler.release`
-            found[name] -= setting.resting("rollout")
-    return found
+        for name in {"score", "score_critic", "train"} & set(
+            totals
+        ):  # after `PolicySampler.release`
+            totals[name] -= setting.resident_parts("rollout")
+    return totals
 
 
-def peak(setting: Setting, roles: Collection[str] = ROLES) -> float:
-    return max((parts.total for parts in step(setting, roles).values()), default=0.0)
+def peak_bytes(setting: RunSetting, roles: Collection[str] = ROLES) -> float:
+    return max((parts.total for parts in step_memory(setting, roles).values()), default=0.0)
 
 
-def _counted_twice(setting: Setting, program: str, own: Parts, roles: Collection[str]) -> Parts:
-    """Returns the arguments of a program that `resident` has counted too."""
+def _resident_arguments(
+    setting: RunSetting, program: str, own: MemoryParts, roles: Collection[str]
+) -> MemoryParts:
+    """Arguments of a program that `resident_memory` counts too."""
     if program == "train":
         learners = [role for role in ("policy", "critic") if role in roles]
-        return sum((setting.resting(role) for role in learners), Parts())
-    if program == "score" and setting.resting("reference").host:
-        # Brought back from the host's memory: a copy that `resident` does not count.
-        return Parts()
-    moved = {} if "rollout" in roles else setting.resharded
-    return Parts(weights=own.weights - moved.get(program, 0.0))
+        return sum((setting.resident_parts(role) for role in learners), MemoryParts())
+    if program == "score" and setting.resident_parts("reference").host:
+        # Loaded from host memory: a copy that `resident_memory` does not count.
+        return MemoryParts()
+    resharded = {} if "rollout" in roles else setting.resharded_bytes
+    return MemoryParts(weights=own.weights - resharded.get(program, 0.0))
 
 
 @dataclasses.dataclass(frozen=True)
 class _MLP:
-    """Bytes of what a device makes in the MLP, or in the experts, of one layer."""
+    """Bytes per device of temporaries in the MLP, or the experts, of one layer."""
 
-    inner: float  # one of the results that `remat` may keep; of experts, those of the shared MLP
-    weights: float  # of the whole layer, gathered for use
-    experts: float = 0.0  # of these, of experts, at one time
-    rows: float = 0.0  # the inputs of all experts' visits
-    results: float = 0.0  # one of the inner results of these
+    inner: float  # one result that `remat` may save; with experts, of the shared MLP
+    weights: float  # of the whole layer, gathered
+    experts: float = 0.0  # part of `weight_bytes`: experts gathered at one time
+    rows: float = 0.0  # inputs of the experts, a row per token and chosen expert
+    results: float = 0.0  # one inner result of the experts
 
     @classmethod
-    def of(cls, setting: Setting, kind: Layer, tokens: int, exchanges: bool = True) -> "_MLP":
-        shape, item, of = setting.policy, setting.compute_item, setting.policy.experts
-        stack = next(name for name, stack in shape.stacks.items() if stack.layer == kind)
-        params = setting.computed()[stack]
-        if not kind.experts or of is None:
-            inner = tokens * setting.split(shape.mlp_size) * item
+    def from_layer(
+        cls, setting: RunSetting, kind: LayerType, tokens: int, exchanges: bool = True
+    ) -> "_MLP":
+        shape, item, moe = setting.policy, setting.compute_item, setting.policy.experts
+        stack = next(name for name, stack in shape.layer_stacks.items() if stack.layer == kind)
+        params = setting.gathered_layer_params()[stack]
+        if not kind.experts or moe is None:
+            inner = tokens * setting.tensor_shard(shape.mlp_size) * item
             return cls(inner, (params.experts + params.rest) * item)
-        ways, visits = setting.mesh["expert"], tokens * of.per_token
-        whole = 1.0 * params.experts * item
-        if ways > 1 and exchanges:
-            visits = ways * experts.room_of_round(visits, ways)
-        shards, inner = setting.mesh["fsdp"] * setting.mesh["sequence"], setting.split(of.size)
-        if ways == 1 and shards > 1 and inner % shards == 0:
-            whole /= experts.num_pieces(whole, inner // shards)
+        expert_shards, visits = setting.mesh["expert"], tokens * moe.per_token
+        expert_bytes = 1.0 * params.experts * item
+        if expert_shards > 1 and exchanges:
+            visits = expert_shards * moe_lib.round_capacity(visits, expert_shards)
+        shards, inner = (
+            setting.mesh["fsdp"] * setting.mesh["sequence"],
+            setting.tensor_shard(moe.size),
+        )
+        if expert_shards == 1 and shards > 1 and inner % shards == 0:
+            expert_bytes /= moe_lib.num_weight_chunks(expert_bytes, inner // shards)
         return cls(
-            inner=tokens * setting.split(of.shared_size) * item,
-            weights=params.rest * item + whole,
-            experts=whole,
+            inner=tokens * setting.tensor_shard(moe.shared_size) * item,
+            weights=params.rest * item + expert_bytes,
+            experts=expert_bytes,
             rows=visits * shape.hidden_size * item,
             results=visits * inner * item,
         )
 
 
-class _Work:
-    """Bytes of the pieces that a pass over one microbatch is made of, on one device."""
+class _MicrobatchBytes:
+    """Bytes per device of the arrays in a pass over one microbatch."""
 
-    def __init__(self, setting: Setting, num_sequences: int):
+    def __init__(self, setting: RunSetting, num_sequences: int):
         config, shape, item = setting.config, setting.policy, setting.compute_item
         rows = setting.rows(num_sequences)
         tokens = round(rows.rows * rows.width) // setting.mesh["sequence"]
-        query_heads = setting.split(shape.num_heads)
-        self.carry = tokens * shape.hidden_size * item  # one layer's input
-        self.queries = tokens * query_heads * shape.head_size * item  # one layer's
-        self.mixed = tokens * query_heads * shape.value_size * item
-        key_heads = setting.split(shape.num_kv_heads)
-        self.keys = tokens * key_heads * shape.head_size * item
-        self.values = tokens * key_heads * shape.value_size * item
+        query_heads = setting.tensor_shard(shape.num_heads)
+        self.carry = tokens * shape.hidden_size * item  # input of one layer
+        self.queries = tokens * query_heads * shape.head_size * item  # of one layer
+        self.attended = tokens * query_heads * shape.value_size * item
+        kv_heads = setting.tensor_shard(shape.num_kv_heads)
+        self.keys = tokens * kv_heads * shape.head_size * item
+        self.values = tokens * kv_heads * shape.value_size * item
         latent = shape.latent
-        # Of latent attention: what queries, and what keys and values come from.
-        self.short = tokens * latent.q_rank * item if latent else 0
-        self.compressed = tokens * sum(shape.cached) * item if latent else 0
-        self.mlps = {kind: _MLP.of(setting, kind, tokens) for kind in set(shape.kinds)}
-        # Float32 attention weights of one block of queries; a kernel keeps none.
-        block = 1.0 if rows.gathered else min(1.0, attention.QUERY_BLOCK / rows.width)
+        # Latent attention: the compressed vectors of queries, and of keys and values.
+        self.query_latents = tokens * latent.q_rank * item if latent else 0
+        self.kv_latents = tokens * sum(shape.kv_cache_sizes) * item if latent else 0
+        self.mlps = {
+            kind: _MLP.from_layer(setting, kind, tokens) for kind in set(shape.layer_types)
+        }
+        # Float32 attention weights of one block of queries; kernels materialize none.
+        block = 1.0 if rows.key_copies else min(1.0, attention.QUERY_BLOCK / rows.width)
         scores = tokens * query_heads * rows.keys * 4.0 * block
-        self.scores = scores if setting.kernel == "xla" else 0.0
-        # Scores that a layer keeps for its backward pass, and keys gathered for them. With several
-        # blocks of queries, scores are computed again.
-        at_once = rows.keys <= attention.QUERY_BLOCK
-        self.kept = (self.scores + rows.gathered * (self.keys + self.values)) * at_once
+        self.scores = scores if setting.attention_kernel == "xla" else 0.0
+        # Scores that a layer saves for its backward pass, and keys gathered for them. With several
+        # blocks of queries, scores are recomputed.
+        one_block = rows.keys <= attention.QUERY_BLOCK
+        self.saved_scores = (self.scores + rows.key_copies * (self.keys + self.values)) * one_block
 
-        vocab = setting.split(shape.vocab_size)  # rows of the head that are computed with
-        here = setting.held("lm")["embed"] // shape.hidden_size  # that rest here
-        scored = round(rows.rows * rows.scored) if setting.mesh["sequence"] == 1 else tokens
-        pieces = heads.num_pieces(here, vocab // here, scored, config.model.vocab_chunk)
-        self.alone = pieces == 1  # whether the head is one piece
-        self.share = here * shape.hidden_size * item  # the device's share of the head
-        # The embedding, split by features for its look-up.
-        moved = vocab > here or config.model.param_dtype != config.model.compute_dtype
-        self.slices = self.share if moved else 0.0
-        self.table = vocab // pieces * shape.hidden_size * item  # one piece of the head, gathered
-        self.chunk = scored * (vocab // pieces) * 4.0  # its float32 logits
-        # Beside a piece, while it is gathered.
-        self.arriving = 0.0 if self.alone else (_compiler(setting).tables - 1) * self.table
+        vocab = setting.tensor_shard(shape.vocab_size)  # rows of the head in the computation
+        local_vocab = (
+            setting.local_params("lm")["embed"] // shape.hidden_size
+        )  # rows of the stored shard
+        scored_tokens = (
+            round(rows.rows * rows.scored_tokens) if setting.mesh["sequence"] == 1 else tokens
+        )
+        num_chunks = heads.num_vocab_chunks(
+            local_vocab, vocab // local_vocab, scored_tokens, config.model.vocab_chunk
+        )
+        self.is_one_chunk = num_chunks == 1  # whether the head is computed in one chunk
+        self.head_shard = local_vocab * shape.hidden_size * item  # the stored shard of the head
+        # The embedding, resharded by features for the lookup.
+        is_relaid = vocab > local_vocab or config.model.param_dtype != config.model.compute_dtype
+        self.embedding_slices = self.head_shard if is_relaid else 0.0
+        # One chunk of the head, gathered.
+        self.head_chunk = vocab // num_chunks * shape.hidden_size * item
+        self.chunk_logits = scored_tokens * (vocab // num_chunks) * 4.0  # its float32 logits
+        # Besides a chunk, while it is gathered.
+        self.gather_buffer = (
+            0.0 if self.is_one_chunk else (_compiler(setting).head_chunks - 1) * self.head_chunk
+        )
 
-    def pieces(self, compiler: _Compiler, passes: int) -> float:
-        # A single piece may be gathered before its loop.
-        return compiler.hoisted * passes * self.table if self.alone else compiler.laid * self.share
+    def head_copies(self, compiler: _Compiler, passes: int) -> float:
+        # A single chunk may be gathered before its loop.
+        return (
+            compiler.hoisted_heads * passes * self.head_chunk
+            if self.is_one_chunk
+            else compiler.cut_heads * self.head_shard
+        )
 
 
-def _train(setting: Setting, roles: Sequence[str]) -> Parts:
-    """Returns what one optimizer update needs: of the policy, its critics, or all of them."""
-    compiler, work = _compiler(setting), _Work(setting, setting.config.minibatch_size)
-    arguments = sum((setting.given(role) for role in roles), Parts())
-    of_critic = setting.num_learned("scalar")
-    # Policy and critics learn one after the other; the larger of the two counts.
-    learned = max({"policy": setting.num_learned("lm"), "critic": of_critic}[r] for r in roles)
-    # Float32 sums over microbatches, if there are several, and one's gradient in `compute_dtype`.
-    narrow = 1.0 * learned * setting.compute_item
-    several = setting.stages > 1 or setting.rows(setting.config.minibatch_size).count > 1
-    if setting.stages > 1:  # of the layers of one round, and their weights if they are cast
-        held = setting.held("lm")
-        of_layers = 1.0 if setting.adapts("lm") else in_layers(held) / held.total()
-        copies = 1 + (setting.param_item > setting.compute_item)
-        narrow *= copies * of_layers / setting.policy.rounds
-    summed = narrow + 4.0 * learned * several
-    both = len(roles) > 1
-    waiting = 4.0 * of_critic * compiler.waiting if both else 0.0
-    saved, offloaded = _saved(setting, work)
-    beside = Parts(activations=saved, temporary=waiting + work.slices * (1 + both))
-    # Beside the logits and the piece of the head: their gradients, whichever is larger.
-    more = max((compiler.chunks[1] - 1) * work.chunk, work.arriving)
-    of_head = 0.0 if setting.adapts("lm") else compiler.of_head * work.share
-    at_head = beside + Parts(
-        gradients=(summed if compiler.body else summed - narrow) + of_head,
-        logits=work.chunk,
-        temporary=work.table + more + work.pieces(compiler, passes=2),
+def _train(setting: RunSetting, roles: Sequence[str]) -> MemoryParts:
+    """Memory of one optimizer update: of the policy, its critics, or all of them."""
+    compiler, work = _compiler(setting), _MicrobatchBytes(setting, setting.config.minibatch_size)
+    arguments = sum((setting.update_arguments(role) for role in roles), MemoryParts())
+    critic_learned = setting.num_trained("scalar")
+    # Policy and critics are updated one after the other; the larger of the two counts.
+    learned = max({"policy": setting.num_trained("lm"), "critic": critic_learned}[r] for r in roles)
+    # One microbatch's gradient in `compute_dtype`, and a float32 accumulator if there are several.
+    microbatch_gradient = 1.0 * learned * setting.compute_item
+    accumulates = (
+        setting.stages > 1 or setting.rows(setting.config.minibatch_size).num_microbatches > 1
     )
-    attended = 4 * work.scores + 2 * (work.queries + work.keys + work.values)
+    if setting.stages > 1:  # the layers of one round, and their weights if cast
+        local_params = setting.local_params("lm")
+        layer_share = (
+            1.0
+            if setting.trains_adapters("lm")
+            else num_layer_params(local_params) / local_params.total()
+        )
+        copies = 1 + (setting.param_item > setting.compute_item)
+        microbatch_gradient *= copies * layer_share / setting.policy.rounds
+    accumulated = microbatch_gradient + 4.0 * learned * accumulates
+    trains_both = len(roles) > 1
+    idle_critic = 4.0 * critic_learned * compiler.idle_critic if trains_both else 0.0
+    saved_activations, offloaded = _saved_activations(setting, work)
+    base = MemoryParts(
+        activations=saved_activations,
+        temporary=idle_critic + work.embedding_slices * (1 + trains_both),
+    )
+    # Besides the logits and the chunk of the head: their gradients, whichever is larger.
+    buffers = max((compiler.logit_copies[1] - 1) * work.chunk_logits, work.gather_buffer)
+    head_gradients = (
+        0.0 if setting.trains_adapters("lm") else compiler.head_gradients * work.head_shard
+    )
+    at_head = base + MemoryParts(
+        gradients=(
+            accumulated if compiler.layer_gradients_at_head else accumulated - microbatch_gradient
+        )
+        + head_gradients,
+        logits=work.chunk_logits,
+        temporary=work.head_chunk + buffers + work.head_copies(compiler, passes=2),
+    )
+    attention_bytes = 4 * work.scores + 2 * (work.queries + work.keys + work.values)
     layers = [
-        beside
-        + Parts(
-            gradients=summed,
-            activations=attended + 4 * mlp.inner + 6 * mlp.rows + 4 * mlp.results,
-            temporary=compiler.layers * mlp.weights + 2 * mlp.experts,
+        base
+        + MemoryParts(
+            gradients=accumulated,
+            activations=attention_bytes + 4 * mlp.inner + 6 * mlp.rows + 4 * mlp.results,
+            temporary=compiler.layer_copies * mlp.weights + 2 * mlp.experts,
         )
         for mlp in work.mlps.values()
     ]
-    at_end = Parts(
-        gradients=compiler.optimizing * (4.0 * learned if several else narrow), temporary=waiting
+    at_optimizer = MemoryParts(
+        gradients=compiler.optimizer_gradients
+        * (4.0 * learned if accumulates else microbatch_gradient),
+        temporary=idle_critic,
     )
-    phases = [at_head] * ("policy" in roles) + [*layers, at_end]
-    if "policy" in roles and setting.learns_tower():
-        phases.append(towers.learning(setting) + Parts(gradients=summed, temporary=waiting))
+    phases = [at_head] * ("policy" in roles) + [*layers, at_optimizer]
+    if "policy" in roles and setting.trains_vision_encoder():
+        phases.append(
+            vision_costs.vision_training_memory(setting)
+            + MemoryParts(gradients=accumulated, temporary=idle_critic)
+        )
     busiest = max(phases, key=lambda parts: parts.total)
-    # A step's sequences as the update reads them: a whole copy on every device.
+    # The step's batch as the update reads it: replicated on every device.
     config, width = setting.config, setting.config.max_sequence_tokens
     batch = 1.0 * config.sequences_per_step * width * (4 + 2 * 1 + 9 * 4)
     batch += config.minibatch_size * width * 2 * 4
     if "policy" in roles:
-        batch += setting.lessons(config.minibatch_size) + towers.vectors(setting)
-        batch += towers.shown(setting, config.minibatch_size) + towers.summed(setting)
-    made = Parts(activations=batch, host=offloaded)
-    return arguments + busiest * compiler.packing + made
+        batch += setting.teacher_bytes(config.minibatch_size) + vision_costs.image_feature_bytes(
+            setting
+        )
+        batch += vision_costs.image_input_bytes(
+            setting, config.minibatch_size
+        ) + vision_costs.feature_gradient_bytes(setting)
+    batch_parts = MemoryParts(activations=batch, host=offloaded)
+    return arguments + busiest * compiler.fragmentation + batch_parts
 
 
-def _saved(setting: Setting, work: _Work) -> tuple[float, float]:
-    """Returns what the forward pass keeps for the backward pass, on the device and on the host."""
+def _saved_activations(setting: RunSetting, work: _MicrobatchBytes) -> tuple[float, float]:
+    """Activations saved for the backward pass: bytes on the device, and on the host."""
     remat, lora = setting.config.model.remat, setting.config.lora
     results = {
-        "q": work.queries + work.short,
-        "k": work.compressed or work.keys,
-        "v": work.keys + work.values if work.compressed else work.values,
+        "q": work.queries + work.query_latents,
+        "k": work.kv_latents or work.keys,
+        "v": work.keys + work.values if work.kv_latents else work.values,
         "o": work.carry,
     }
-    around = work.queries + work.keys + work.values + work.mixed
+    attention_inputs = work.queries + work.keys + work.values + work.attended
 
-    def of_layer(mlp: _MLP) -> float:
-        made = results | {"gate": mlp.inner, "up": mlp.inner}
-        # Matmuls of adapters have results of their own.
-        adapted = sum(made.get(n, 0.0) for n in lora.targets) if lora.rank else 0.0
-        # Of each of the two norms its input and its result, in float32 too.
-        whole = 7 * work.carry + around + work.queries + 3 * mlp.inner + work.kept
+    def layer_bytes(mlp: _MLP) -> float:
+        matmul_outputs = results | {"gate": mlp.inner, "up": mlp.inner}
+        # Matmuls of LoRA adapters have results of their own.
+        adapted = sum(matmul_outputs.get(n, 0.0) for n in lora.targets) if lora.rank else 0.0
+        # Input and result of both norms, in float32 too.
+        all_activations = (
+            7 * work.carry + attention_inputs + work.queries + 3 * mlp.inner + work.saved_scores
+        )
         return {
             "full": work.carry,
-            "attention": work.carry + around,
-            "projections": work.carry + around + 2 * mlp.inner,
-            "dots": work.carry + sum(made.values()) + adapted,
-            "none": whole + mlp.experts + 2 * mlp.rows + 3 * mlp.results,
+            "attention": work.carry + attention_inputs,
+            "projections": work.carry + attention_inputs + 2 * mlp.inner,
+            "dots": work.carry + sum(matmul_outputs.values()) + adapted,
+            "none": all_activations + mlp.experts + 2 * mlp.rows + 3 * mlp.results,
         }[remat.removeprefix("offload_")]
 
-    # Layers on stages, of one item, are not kept at the same time as the others.
-    whole = item = 0.0
-    for stack in setting.policy.stacks.values():
-        layers = len(stack.numbers) * of_layer(work.mlps[stack.layer])
+    # Layers on stages, for one microbatch at a time, are not saved at the same time as the others.
+    unstaged = staged = 0.0
+    for stack in setting.policy.layer_stacks.values():
+        layers = len(stack.layer_indices) * layer_bytes(work.mlps[stack.layer])
         if stack.stages > 1:
-            item += layers / (stack.stages * setting.policy.rounds)
+            staged += layers / (stack.stages * setting.policy.rounds)
         else:
-            whole += layers
-    everything, flowing = max(whole, item), 0.0
-    if setting.stages > 1:  # inputs of all items, results, and their gradients
+            unstaged += layers
+    total, stage_buffers = max(unstaged, staged), 0.0
+    if setting.stages > 1:  # inputs of all microbatches, results, and their gradients
         turns = _turns(setting, setting.config.minibatch_size)
-        flowing = ((setting.policy.rounds + 2) * setting.stages + 3) * turns * work.carry
-    # The memory of a CPU is the host's.
-    moved = remat.startswith("offload_") and setting.backend != "cpu"
-    return (flowing, everything) if moved else (flowing + everything, 0.0)
+        stage_buffers = ((setting.policy.rounds + 2) * setting.stages + 3) * turns * work.carry
+    # A CPU device's memory is the host's.
+    offloads = remat.startswith("offload_") and setting.backend != "cpu"
+    return (stage_buffers, total) if offloads else (stage_buffers + total, 0.0)
 
 
-def _turns(setting: Setting, num_sequences: int) -> int:
-    """Returns the turns of microbatches on stages, see `PackedBatch.on_stages`."""
-    return -(-setting.rows(num_sequences).count // setting.stages)
+def _turns(setting: RunSetting, num_sequences: int) -> int:
+    """Turns of microbatches through the pipeline, see `PackedBatch.to_stages`."""
+    return -(-setting.rows(num_sequences).num_microbatches // setting.stages)
 
 
-def _score(setting: Setting, head: Head) -> Parts:
-    """Returns what a forward pass over a step's sequences needs: of a policy or a critic."""
-    compiler, work = _compiler(setting), _Work(setting, setting.config.sequences_per_step)
-    phases = [Parts(temporary=work.slices)]
+def _score(setting: RunSetting, head: Head) -> MemoryParts:
+    """Memory of a forward pass over a step's sequences, of a policy or a critic."""
+    compiler = _compiler(setting)
+    work = _MicrobatchBytes(setting, setting.config.sequences_per_step)
+    phases = [MemoryParts(temporary=work.embedding_slices)]
     for mlp in work.mlps.values():
-        made = 2 * mlp.inner + 2 * mlp.rows + mlp.results
-        layer = work.carry + 2 * work.scores + made
-        phases.append(Parts(activations=layer, temporary=mlp.weights))
-    between, tables = Parts(temporary=work.slices), 1
-    if setting.stages > 1:  # inputs of a round's items, and what enters and leaves the stages
+        mlp_bytes = 2 * mlp.inner + 2 * mlp.rows + mlp.results
+        layer = work.carry + 2 * work.scores + mlp_bytes
+        phases.append(MemoryParts(activations=layer, temporary=mlp.weights))
+    base, tables = MemoryParts(temporary=work.embedding_slices), 1
+    if setting.stages > 1:  # inputs of a round, and the stages' inputs and outputs
         turns = _turns(setting, setting.config.sequences_per_step)
-        between += Parts(activations=(setting.stages + 2) * turns * work.carry)
+        base += MemoryParts(activations=(setting.stages + 2) * turns * work.carry)
     if head == "lm":
         phases += [
-            Parts(logits=compiler.chunks[0] * work.chunk),
-            Parts(logits=work.chunk, temporary=work.table),
-            Parts(temporary=work.table + work.arriving),
+            MemoryParts(logits=compiler.logit_copies[0] * work.chunk_logits),
+            MemoryParts(logits=work.chunk_logits, temporary=work.head_chunk),
+            MemoryParts(temporary=work.head_chunk + work.gather_buffer),
         ]
-        between += Parts(temporary=work.pieces(compiler, passes=1))
+        base += MemoryParts(temporary=work.head_copies(compiler, passes=1))
         tables = 3  # log-probs, entropies, squares
-    busiest = between + max(phases, key=lambda parts: parts.total)
+    busiest = base + max(phases, key=lambda parts: parts.total)
     tokens = setting.config.sequences_per_step * setting.config.max_sequence_tokens
-    given = tokens * (4 + 8 + 4 * tables) + towers.vectors(setting)
+    batch_bytes = tokens * (4 + 8 + 4 * tables) + vision_costs.image_feature_bytes(setting)
     if head == "lm":
-        given += towers.shown(setting, setting.config.sequences_per_step)
-    return busiest + Parts(weights=setting.weights(head), activations=given)
+        batch_bytes += vision_costs.image_input_bytes(setting, setting.config.sequences_per_step)
+    return busiest + MemoryParts(weights=setting.weight_bytes(head), activations=batch_bytes)
 
 
-def _decode(setting: Setting) -> Parts:
+def _decode(setting: RunSetting) -> MemoryParts:
     shape, rollout = setting.policy, setting.config.rollout
     cache = setting.cache_bytes(setting.num_slots, setting.cache_tokens / setting.num_slots)
     slots = max(1, setting.num_slots // setting.sampling_shards)
     positions = 1 + rollout.speculation.draft_tokens
-    # Not yet joined to the cache.
+    # The write buffer of a chunk of steps.
     recent = setting.cache_bytes(setting.num_slots, rollout.chunk_steps * positions)
-    vocab = setting.split(shape.vocab_size)
+    vocab = setting.tensor_shard(shape.vocab_size)
     table = vocab * shape.hidden_size * setting.rollout_item
     temporary = 0.0
     if setting.backend == "tpu" and (latent := shape.latent):
-        # What it expands latents with, in the order of two products.
-        inner = setting.split(shape.num_heads) * (latent.plain_size + latent.value_size)
+        # The up-projections of latents, laid out for two matmuls.
+        inner = setting.tensor_shard(shape.num_heads) * (latent.plain_size + latent.value_size)
         temporary += shape.num_layers * latent.kv_rank * inner * setting.rollout_item
     if setting.config.mesh.rollout == "train" and setting.mesh["fsdp"] > 1:
-        layer = max(sum(params) for params in setting.computed().values()) * setting.compute_item
+        layer = (
+            max(sum(params) for params in setting.gathered_layer_params().values())
+            * setting.compute_item
+        )
         tables = 3.25 if setting.backend == "tpu" else 2.0
         temporary += tables * table + min(8, shape.num_layers) * layer
-    return Parts(
-        weights=setting.rollout_weights,
+    return MemoryParts(
+        weights=setting.rollout_bytes,
         cache=cache + recent,
         logits=3.0 * slots * positions * vocab * 4,
         temporary=temporary,
     )
 
 
-def _prefill(setting: Setting) -> Parts:
+def _prefill(setting: RunSetting) -> MemoryParts:
     config, shape = setting.config, setting.policy
     width = config.data.max_prompt_tokens
     prompts = max(1, min(config.trainer.prompts_per_step, 4096 // width))
-    rows = setting.rows_here(prompts)
-    block = attention.QUERY_BLOCK if width <= PIECE_TOKENS else PIECE_TOKENS
-    scores = rows * setting.split(shape.num_heads) * width * min(width, block) * 4.0
-    scores *= setting.kernel != "cudnn"  # splash reads no prompts
+    rows = setting.local_rows(prompts)
+    block = attention.QUERY_BLOCK if width <= PREFILL_CHUNK_TOKENS else PREFILL_CHUNK_TOKENS
+    scores = rows * setting.tensor_shard(shape.num_heads) * width * min(width, block) * 4.0
+    scores *= setting.attention_kernel != "cudnn"  # splash attention does not prefill
     tokens = rows * width
     exchanges = prompts % setting.sampling_shards == 0
-    mlps = [_MLP.of(setting, kind, tokens, exchanges) for kind in set(shape.kinds)]
-    made = max(3 * mlp.inner + 4 * mlp.rows + 3 * mlp.results for mlp in mlps)
-    # On every device those of all prompts, as any slot may want any; on GPUs also before they are
-    # end to end.
+    mlps = [_MLP.from_layer(setting, kind, tokens, exchanges) for kind in set(shape.layer_types)]
+    mlp_bytes = max(3 * mlp.inner + 4 * mlp.rows + 3 * mlp.results for mlp in mlps)
+    # Keys and values of all prompts, replicated, as any slot may need any; on GPUs also a copy
+    # before they are concatenated.
     cache = setting.cache_bytes(prompts, width) * prompts / rows
-    return Parts(
-        weights=setting.rollout_weights,
+    return MemoryParts(
+        weights=setting.rollout_bytes,
         cache=cache * (1 + (setting.backend == "gpu")),
-        activations=2 * scores + made + towers.prefilled(setting, prompts * width),
-        logits=rows * setting.split(shape.vocab_size) * 4.0,
+        activations=2 * scores
+        + mlp_bytes
+        + vision_costs.prefill_feature_bytes(setting, prompts * width),
+        logits=rows * setting.tensor_shard(shape.vocab_size) * 4.0,
     )
 
 
-def _reshard(setting: Setting) -> dict[str, Parts]:
-    held, wanted, item = setting.held("lm"), setting.rollout_held, setting.param_item
-    ends, layer = setting.resharded.values()
-    held_ends, gathers = held.total() - in_layers(held), wanted["embed"] > held["embed"]
-    if setting.backend == "gpu":  # the device's share of what is gathered, cast
-        beside_ends = 1.0 * gathers * held_ends * setting.rollout_item
-    else:  # tables that are split as in training are copied one by one
-        beside_ends = ends if gathers else ends / 2 * _compiler(setting).laid
-    beside_layer = layer / 2 if in_layers(wanted) > in_layers(held) else 0.0
-    last = held[f"layers.{list(setting.policy.stacks)[-1]}"]
+def _reshard(setting: RunSetting) -> dict[str, MemoryParts]:
+    train_params, rollout_params = setting.local_params("lm"), setting.rollout_params
+    item = setting.param_item
+    non_layer_bytes, layer_bytes = setting.resharded_bytes.values()
+    train_non_layer = train_params.total() - num_layer_params(train_params)
+    gathers_head = rollout_params["embed"] > train_params["embed"]
+    if setting.backend == "gpu":  # the device's shard of the gathered arrays, cast
+        non_layer_temporary = 1.0 * gathers_head * train_non_layer * setting.rollout_item
+    else:  # tables sharded as in training are copied one by one
+        non_layer_temporary = (
+            non_layer_bytes if gathers_head else non_layer_bytes / 2 * _compiler(setting).cut_heads
+        )
+    layer_temporary = (
+        layer_bytes / 2
+        if num_layer_params(rollout_params) > num_layer_params(train_params)
+        else 0.0
+    )
+    last_stack = train_params[f"layers.{list(setting.policy.layer_stacks)[-1]}"]
     return {
-        "reshard": Parts(held_ends * item + ends, temporary=beside_ends),
-        "reshard_layer": Parts(last * item + layer, temporary=beside_layer),
+        "reshard": MemoryParts(
+            train_non_layer * item + non_layer_bytes, temporary=non_layer_temporary
+        ),
+        "reshard_layer": MemoryParts(last_stack * item + layer_bytes, temporary=layer_temporary),
     }

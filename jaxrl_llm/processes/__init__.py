@@ -1,1 +1,1 @@
-"""Processes of this machine: how they are started, limited, ended and talked to."""
+"""Worker processes: starting, limiting and ending them, and messages between processes."""

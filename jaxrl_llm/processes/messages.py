@@ -1,7 +1,7 @@
-"""Messages between processes, as JSON: no process unpickles what another one sends.
+"""Messages between processes as JSON, so that no process unpickles data of another one.
 
-They hold what rows of a file hold: beside JSON's own values bytes, dates, decimals, UUIDs, arrays
-(which arrive as lists), and mappings with keys of any such kind.
+They can hold all values of a data row: besides JSON's own, bytes, dates, decimals, UUIDs, arrays
+(which arrive as lists), and mappings with keys of these types.
 """
 
 import base64
@@ -21,7 +21,7 @@ from jaxrl_llm.text import clean_json
 MAX_BYTES = 1 << 30
 
 _KIND = "__kind__"
-# Kind -> (class, to what JSON holds, back); a datetime is a date too.
+# Kind -> (class, encoder to JSON values, decoder); datetime before date, its base class.
 _KINDS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     **{
         cls.__name__: (cls, lambda v: v.isoformat(), cls.fromisoformat)
@@ -39,49 +39,49 @@ _KINDS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = 
 
 
 def send(connection: Connection, message: Any) -> None:
-    """Sends a message; raises TypeError if it holds what no message can."""
-    connection.send_bytes(as_text(message).encode())
+    """Sends a message; raises TypeError if a value cannot be encoded."""
+    connection.send_bytes(to_json_text(message).encode())
 
 
 def receive(connection: Connection) -> Any:
-    """Returns the next message; raises EOFError if the other side has closed the connection."""
-    return from_text(connection.recv_bytes(MAX_BYTES))
+    """Receives the next message; raises EOFError if the other side has closed the connection."""
+    return from_json_text(connection.recv_bytes(MAX_BYTES))
 
 
-def as_text(message: Any) -> str:
-    """Returns a message as JSON; raises TypeError if it holds what no message can."""
+def to_json_text(message: Any) -> str:
+    """Encodes a message as JSON; raises TypeError if a value cannot be encoded."""
     try:
-        return json.dumps(_plain(message))
+        return json.dumps(_to_json_value(message))
     except RecursionError as error:
         raise TypeError("lists and mappings are nested too deep for a message") from error
 
 
-def from_text(text: str | bytes) -> Any:
-    """Returns what `as_text` was given, but for tuples and arrays, which are lists.
+def from_json_text(text: str | bytes) -> Any:
+    """Decodes a message of `to_json_text`; tuples and arrays become lists.
 
-    Halves of surrogate pairs become U+FFFD: tools, environments and rewards may send any text.
-    Raises ValueError if the text is no message.
+    Lone surrogates become U+FFFD: tools, environments and rewards may send any text. Raises
+    ValueError if the text is not a message.
     """
     text = text if isinstance(text, str) else text.decode()
     try:
         if "\\ud" in text.lower():
             text = json.dumps(clean_json(json.loads(text), sys.getrecursionlimit()))
-        return json.loads(text, object_hook=_restored)
+        return json.loads(text, object_hook=_from_json_object)
     except RecursionError as error:
         raise ValueError("a message whose brackets are nested too deep") from error
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist()
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_json_value(item) for item in value]
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value) and _KIND not in value:
-            return {key: _plain(entry) for key, entry in value.items()}
-        pairs = [[_plain(key), _plain(entry)] for key, entry in value.items()]
+            return {key: _to_json_value(entry) for key, entry in value.items()}
+        pairs = [[_to_json_value(key), _to_json_value(entry)] for key, entry in value.items()]
         return {_KIND: "mapping", "value": pairs}
     for kind, (cls, to_json, _) in _KINDS.items():
         if isinstance(value, cls):
@@ -89,10 +89,13 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be sent to a process")
 
 
-def _restored(found: dict[str, Any]) -> Any:
-    kind = found.get(_KIND)
+def _from_json_object(json_object: dict[str, Any]) -> Any:
+    kind = json_object.get(_KIND)
     if kind is None:
-        return found
+        return json_object
     if kind == "mapping":
-        return {tuple(k) if isinstance(k, list) else k: entry for k, entry in found["value"]}
-    return _KINDS[kind][2](found["value"])
+        return {
+            tuple(key) if isinstance(key, list) else key: entry
+            for key, entry in json_object["value"]
+        }
+    return _KINDS[kind][2](json_object["value"])

@@ -1,4 +1,4 @@
-"""Workers of a Ray cluster, for what the cores of this host are not enough (extra `ray`)."""
+"""Workers on a Ray cluster, for work that needs more cores than this host has (extra `ray`)."""
 
 import contextlib
 import importlib
@@ -10,85 +10,90 @@ from typing import Any
 from jaxrl_llm.errors import UserError, check_package
 from jaxrl_llm.processes.child import START_TIMEOUT_S
 
-Handle = Any  # of an actor
+ActorHandle = Any  # handle of a Ray actor
 
 
-class WorkersError(UserError, RuntimeError):
-    """Ray's workers cannot be used; the text says why."""
+class RayWorkersError(UserError, RuntimeError):
+    """Ray workers cannot be used; the message says why."""
 
 
-def connected(where: str) -> Any:
-    """Returns the package, connected to the cluster of RAY_ADDRESS, or to one on this machine."""
+def connect_to_ray(where: str) -> Any:
+    """The `ray` package, connected to the cluster of RAY_ADDRESS, or to a new local one."""
     check_package("ray", "ray", f"{where}.ray_workers")
     ray = importlib.import_module("ray")
     if not ray.is_initialized():
-        with _own_signals():
+        with _preserved_sigterm_handler():
             ray.init(include_dashboard=False, logging_level="warning")
     return ray
 
 
 @contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
-    """Keeps the run's answer to SIGTERM, which Ray would replace."""
+def _preserved_sigterm_handler() -> Iterator[None]:
+    """Preserves the run's SIGTERM handler, which Ray would replace."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    kept = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, kept)
+        signal.signal(signal.SIGTERM, handler)
 
 
-class Workers:
-    """So many actors of a class, each on cores of its own; one that dies is replaced."""
+class RayWorkers:
+    """A number of actors of a class, each with its own cores; an actor that dies is replaced."""
 
     def __init__(
-        self, where: str, actor: type, count: int, cores: int, *given: Any, at_once: int = 1
+        self,
+        where: str,
+        actor: type,
+        count: int,
+        cores: int,
+        *open_args: Any,
+        max_concurrency: int = 1,
     ):
-        """`open(*given)` of each actor returns what is wrong with it, "" if nothing is.
+        """Starts `count` actors; `open(*open_args)` of each returns its problem, "" if none.
 
-        An actor works on `at_once` calls, more than 1 if its methods are coroutines.
-
-        WorkersError if the cluster has no room for all of them, or something is wrong. `where` is
-        the group of the config that asks for them.
+        `where` is the config group that requests them. An actor runs up to `max_concurrency` calls
+        at a time; more than 1 needs coroutine methods. WorkersError if the cluster has too few
+        cores or an actor reports a problem.
         """
-        self.ray = connected(where)
-        self._given = given
-        # Not all on one machine.
-        self._actor = self.ray.remote(actor).options(
-            num_cpus=cores, max_concurrency=at_once, scheduling_strategy="SPREAD"
+        self.ray = connect_to_ray(where)
+        self._open_args = open_args
+        # SPREAD: not all on one machine.
+        self._actor_class = self.ray.remote(actor).options(
+            num_cpus=cores, max_concurrency=max_concurrency, scheduling_strategy="SPREAD"
         )
-        self.handles: list[Handle] = []
+        self.handles: list[ActorHandle] = []
         problem = ""
         try:
-            opened = [self._add() for _ in range(count)]
-            problem = next(filter(None, self.ray.get(opened, timeout=START_TIMEOUT_S)), "")
+            problems = [self._start_actor() for _ in range(count)]
+            problem = next(filter(None, self.ray.get(problems, timeout=START_TIMEOUT_S)), "")
         except self.ray.exceptions.GetTimeoutError:
-            has = self.ray.cluster_resources().get("CPU", 0)
+            total = self.ray.cluster_resources().get("CPU", 0)
             problem = (
                 f"the Ray cluster did not start {count} workers of {cores} cores within"
-                f" {START_TIMEOUT_S:g} s, it has {has:g} cores; use fewer, or a larger cluster"
+                f" {START_TIMEOUT_S:g} s, it has {total:g} cores; use fewer, or a larger cluster"
             )
         except self.ray.exceptions.RayError as error:
             problem = f"a worker ended when it began: {error}"
         if problem:
             self.end()
-            raise WorkersError(f"{where}.ray_workers: {problem}")
+            raise RayWorkersError(f"{where}.ray_workers: {problem}")
 
-    def _add(self) -> Any:
-        handle = self._actor.remote()
+    def _start_actor(self) -> Any:
+        handle = self._actor_class.remote()
         self.handles.append(handle)
-        return handle.open.remote(*self._given)
+        return handle.open.remote(*self._open_args)
 
-    def replace(self, handle: Handle) -> None:
-        """Puts a new worker in the place of one that has died."""
+    def replace(self, handle: ActorHandle) -> None:
+        """Replaces a worker that has died."""
         if handle in self.handles:
             self.handles.remove(handle)
-            self._add()
+            self._start_actor()
 
     def end(self) -> None:
-        """Ends all workers, and with them what they have started."""
+        """Kills all workers, and with them their child processes."""
         for handle in self.handles:
             self.ray.kill(handle)
         self.handles = []

@@ -1,8 +1,8 @@
-"""Runs untrusted programs, such as those that a policy writes, in a process with few rights.
+"""Sandbox for untrusted programs, such as those that a policy writes.
 
-It has limits on time, memory, files and processes, an empty folder of its own, and none of the
-run's environment. Where the system permits it, it has no network and runs as nobody; `protections`
-tells. Only a virtual machine protects against a flaw of the kernel.
+The process has limits on time, memory, files and processes, an empty folder of its own, and none of
+the run's environment. Where the system permits it, it has no network and runs as nobody;
+`protections` says so. Only a virtual machine protects against a flaw of the kernel.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP, _NUM_CAPABILITIES = 38, 24, 41
 _NOBODY = 65534
 _NUM_FILES = 64
-_END_S = 2.0  # for what a program has started to be gone
+_KILL_TIMEOUT_S = 2.0  # until the descendants of a program are gone
 _NO_NETWORK = """
 import socket, sys
 def _refuse(*_, **__):
@@ -44,24 +44,24 @@ sys.modules["_socket"] = sys.modules["socket"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What one program may use; when it asks for more it is refused or ended."""
+class SandboxLimits:
+    """Resource limits of one program; beyond them a request fails or the program is killed."""
 
     wall_s: float = 10.0
     cpu_s: float = 10.0
     memory_gib: float = 1.0  # address space
-    file_bytes: int = 1 << 20  # size of any file that it writes
+    file_bytes: int = 1 << 20  # of each file that it writes
     output_bytes: int = 1 << 16  # of stdout and of stderr; the rest is dropped
-    processes: int = 64  # of its user; without effect on root that cannot become nobody
+    processes: int = 64  # of its user; no effect on root if it cannot become nobody
 
 
-class Ended(NamedTuple):
-    """How a program ended."""
+class ProgramResult(NamedTuple):
+    """The output of a program and how it ended."""
 
     output: str
     errors: str
-    exit_code: int  # negative: the signal that ended it
-    failure: str  # "": it ended by itself; else what the sandbox had to do
+    exit_code: int  # negative: killed by that signal
+    failure: str  # the limit for which the sandbox killed it; "" if it did not
 
     @property
     def succeeded(self) -> bool:
@@ -69,14 +69,14 @@ class Ended(NamedTuple):
 
 
 class Protections(NamedTuple):
-    """Which means are in force on this machine beside the limits, which always are."""
+    """The protections in force on this machine, besides the limits, which always apply."""
 
-    # "namespace": it has no network, cannot read the run's environment in /proc, and sees only its
-    # own processes, which end with it. "python": its socket module refuses, /proc is as the user
-    # may read it, and a process that leaves its group lives on within the limits, until the
-    # process that started the program ends.
+    # "namespace": no network, no view of the run's environment in /proc, and only the program's own
+    # processes are visible, which end with it. "python": only the socket module is disabled, /proc
+    # is readable as for the user, and a process that leaves its group survives, within the limits,
+    # until the process that started the program ends.
     network: str
-    user: str  # "nobody": it can read what all may read; "own": what the run may read
+    user: str  # "nobody": can read world-readable files; "own": all files of the run's user
 
     def __str__(self) -> str:
         return f"network off by {self.network}, files as {self.user}"
@@ -84,9 +84,9 @@ class Protections(NamedTuple):
 
 @functools.cache
 def protections() -> Protections:
-    """Returns what this machine permits; tried once, in a short process."""
+    """The protections that this machine permits, tested once in a short process."""
 
-    def works(prepare: Callable[[], None]) -> bool:
+    def is_permitted(prepare: Callable[[], None]) -> bool:
         command = [sys.executable, "-I", "-S", "-c", ""]
         try:
             subprocess.run(command, preexec_fn=prepare, timeout=20, check=True, cwd="/")
@@ -94,20 +94,20 @@ def protections() -> Protections:
             return False
         return True
 
-    user = "nobody" if os.geteuid() == 0 and works(_become_nobody) else "own"
+    user = "nobody" if os.geteuid() == 0 and is_permitted(_become_nobody) else "own"
     with tempfile.TemporaryDirectory() as empty:
 
-        def leave() -> None:
-            _leave_system(empty)
-            _fork_and_keep(math.inf)
+        def enter_namespaces() -> None:
+            _enter_namespaces(empty)
+            _fork_and_supervise(math.inf)
 
-        network = "namespace" if works(leave) else "python"
+        network = "namespace" if is_permitted(enter_namespaces) else "python"
     return Protections(network, user)
 
 
-def restrict(limits: Limits) -> None:
-    """Bounds this process for good; for a child before its program begins."""
-    for what, wanted in (
+def apply_limits(limits: SandboxLimits) -> None:
+    """Applies the limits to this process, irrevocably; called in a child before exec."""
+    for kind, limit in (
         (resource.RLIMIT_AS, limits.memory_gib * 2**30),
         (resource.RLIMIT_CPU, max(1, limits.cpu_s)),
         (resource.RLIMIT_FSIZE, limits.file_bytes),
@@ -115,47 +115,49 @@ def restrict(limits: Limits) -> None:
         (resource.RLIMIT_NPROC, limits.processes),
         (resource.RLIMIT_CORE, 0),
     ):
-        bound = resource.RLIM_INFINITY if math.isinf(wanted) else math.ceil(wanted)
-        _, hard = resource.getrlimit(what)
-        if hard != resource.RLIM_INFINITY:
-            bound = hard if bound == resource.RLIM_INFINITY else min(bound, hard)
-        # At the soft bound of the processor time, the kernel sends a signal that names the reason.
-        above = bound if bound == hard or what != resource.RLIMIT_CPU else bound + 1
-        resource.setrlimit(what, (bound, above))
+        soft = resource.RLIM_INFINITY if math.isinf(limit) else math.ceil(limit)
+        _, ceiling = resource.getrlimit(kind)
+        if ceiling != resource.RLIM_INFINITY:
+            soft = ceiling if soft == resource.RLIM_INFINITY else min(soft, ceiling)
+        # At the soft limit of CPU time the kernel sends SIGXCPU, which identifies the reason, at
+        # the hard limit only SIGKILL.
+        hard = soft if soft == ceiling or kind != resource.RLIMIT_CPU else soft + 1
+        resource.setrlimit(kind, (soft, hard))
 
 
-def _leave_system(empty: str) -> None:
-    """Enters namespaces without a network, in which /proc is the folder `empty`.
+def _enter_namespaces(empty: str) -> None:
+    """Enters namespaces without a network, with the folder `empty` mounted over /proc.
 
-    When the next child ends, the kernel ends all that it has started; it sees no other process.
+    The next child is process 1 of the PID namespace: it sees no other process, and when it ends the
+    kernel kills all its descendants.
     """
-    own_user = _CLONE_NEWUSER if os.geteuid() != 0 else 0
-    flags = _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWNS | _CLONE_NEWPID | own_user
-    for failed in (
+    user_flag = _CLONE_NEWUSER if os.geteuid() != 0 else 0
+    flags = _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWNS | _CLONE_NEWPID | user_flag
+    for error_code in (
         libc.unshare(flags),
         libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None),
         libc.mount(os.fsencode(empty), b"/proc", None, _MS_BIND, None),
     ):
-        if failed:
+        if error_code:
             raise OSError(ctypes.get_errno(), "namespaces")
 
 
-def _fork_and_keep(cpu_s: float) -> None:
-    """Returns in a child; this process stays outside, ends it when told, and ends as it did.
+def _fork_and_supervise(cpu_s: float) -> None:
+    """Forks and returns in the child; this process kills it on SIGTERM, and exits as it did.
 
-    After `cpu_s` of processor time the kernel kills the child. The first process of a system does
-    not get the signal that gives this reason, so this process ends by that signal instead.
+    After `cpu_s` of CPU time the kernel kills the child. Process 1 of a PID namespace does not get
+    SIGXCPU, the signal that identifies this reason, so this process exits by that signal instead.
     """
     notices = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, notices)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # the caller may be killed
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # in case the caller is killed
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    child = libc.fork()  # that of `os` would run, and print, what libraries have to say to it
+    child = libc.fork()  # `os.fork` would run hooks of libraries, which may print warnings
     if child < 0:
         raise OSError(ctypes.get_errno(), "fork")
     if not child:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, notices)
-        os.setsid()  # a leader stays in its group, so that the group's end is its own
+        os.setsid()  # a session leader cannot leave its group, so killing the group kills it
         return
     os.closerange(0, os.sysconf("SC_OPEN_MAX"))
     signal.sigwait(notices)
@@ -166,7 +168,7 @@ def _fork_and_keep(cpu_s: float) -> None:
         code = -signal.SIGXCPU
     if code < 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
-    supervisor.end_as(code)
+    supervisor.exit_as(code)
 
 
 def _become_nobody() -> None:
@@ -175,28 +177,30 @@ def _become_nobody() -> None:
     os.setuid(_NOBODY)
 
 
-def run_python(program: str, stdin: str = "", limits: Limits = Limits()) -> Ended:
-    """Runs the text of an untrusted Python program.
+def run_python(
+    program: str, stdin: str = "", limits: SandboxLimits = SandboxLimits()
+) -> ProgramResult:
+    """Runs the source of an untrusted Python program.
 
     The interpreter is this one, isolated (`-I`): its path holds neither the run's modules nor the
     user's site-packages, and its environment is empty.
     """
-    kept = [b"", b""]
+    streams = [b"", b""]
     source = f"exec(compile({program!r}, 'program', 'exec'))\n"
-    with tempfile.TemporaryFile() as given:
-        given.write(stdin.encode(errors="replace"))
-        given.seek(0)
-        with _program(source, given, limits) as process:
-            failure = _read(process, limits, kept)
+    with tempfile.TemporaryFile() as stdin_file:
+        stdin_file.write(stdin.encode(errors="replace"))
+        stdin_file.seek(0)
+        with _running_program(source, stdin_file, limits) as process:
+            failure = _read_output(process, limits, streams)
     if not failure and process.returncode == -signal.SIGXCPU:
         failure = f"more than {limits.cpu_s:g} s of processor time"
-    output, errors = (data.decode(errors="replace") for data in kept)
-    return Ended(output, errors, process.returncode, failure)
+    output, errors = (data.decode(errors="replace") for data in streams)
+    return ProgramResult(output, errors, process.returncode, failure)
 
 
-# What an interpreter runs that takes one piece of code after the other: a line with a mark, and
-# the code as JSON. It prints the mark after what a piece has printed.
-_INTERPRETER = """
+# The main loop of an interpreter session. It reads lines of JSON, [mark, code], and prints the mark
+# after the output of the code.
+_SESSION_SOURCE = """
 import ast, json, os, sys, traceback
 pieces = os.fdopen(os.dup(0), "rb")
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -223,29 +227,31 @@ for line in pieces:
         os._exit(0)
     os.write(1, mark.encode())
 """
-_PIECES = 64  # of the limit of processor time, that an interpreter may use in all
+_SESSION_CPU_FACTOR = 64  # CPU time of a session, in multiples of the limit for one piece of code
 
 
-class Session:
-    """An interpreter in the sandbox that runs one piece of untrusted code after the other.
+class InterpreterSession:
+    """A sandboxed interpreter that runs pieces of untrusted code and keeps their names.
 
-    It ends with this object's last reference, or when a piece goes over a limit.
+    It ends with the last reference to this object, or when a piece exceeds a limit.
     """
 
-    def __init__(self, limits: Limits = Limits()):
-        """`limits` are of one piece of code; the memory is that of all together."""
+    def __init__(self, limits: SandboxLimits = SandboxLimits()):
+        """`limits` apply to one piece of code, the memory limit to the whole session."""
         self._limits, self._stack = limits, contextlib.ExitStack()
-        whole = dataclasses.replace(limits, cpu_s=limits.cpu_s * _PIECES)
-        self._process = self._stack.enter_context(_program(_INTERPRETER, subprocess.PIPE, whole))
-        self.ended = False
+        session_limits = dataclasses.replace(limits, cpu_s=limits.cpu_s * _SESSION_CPU_FACTOR)
+        self._process = self._stack.enter_context(
+            _running_program(_SESSION_SOURCE, subprocess.PIPE, session_limits)
+        )
+        self.has_ended = False
 
     def run(self, code: str) -> str:
-        """Returns what a piece of code prints, with its errors; says so if it had to be ended."""
+        """The output of a piece of code with its errors; notes if the interpreter ended."""
         assert self._process.stdin and self._process.stdout
         mark = secrets.token_hex(16)
-        said = b""
+        output = b""
         deadline = time.monotonic() + self._limits.wall_s
-        problem = "the interpreter has ended" if self.ended else ""
+        problem = "the interpreter has ended" if self.has_ended else ""
         try:
             self._process.stdin.write(json.dumps([mark, code]).encode() + b"\n")
             self._process.stdin.flush()
@@ -255,27 +261,28 @@ class Session:
             if not problem:
                 selector.register(self._process.stdout, selectors.EVENT_READ)
             while not problem:
-                left = deadline - time.monotonic()
-                if left <= 0 or not selector.select(left):
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or not selector.select(left_s):
                     problem = f"ended after {self._limits.wall_s:g} s"
                     break
                 block = os.read(self._process.stdout.fileno(), 1 << 16)
-                said = said + block
-                if said.endswith(mark.encode()):
+                output = output + block
+                if output.endswith(mark.encode()):
                     break
-                if len(said) > self._limits.output_bytes + len(mark):  # keeps a mark at its end
-                    said = said[: self._limits.output_bytes] + said[-len(mark) :]
+                if len(output) > self._limits.output_bytes + len(mark):
+                    # Keep the end, which may hold the mark.
+                    output = output[: self._limits.output_bytes] + output[-len(mark) :]
                 if not block:
                     problem = "the interpreter has ended"
         if problem:
             self.close()
-        text = said.removesuffix(mark.encode())[: self._limits.output_bytes]
-        shown = text.decode(errors="replace").rstrip("\n")
-        return "\n".join(filter(None, [shown, problem and f"({problem}; names are lost)"]))
+        text = output.removesuffix(mark.encode())[: self._limits.output_bytes]
+        shown_text = text.decode(errors="replace").rstrip("\n")
+        return "\n".join(filter(None, [shown_text, problem and f"({problem}; names are lost)"]))
 
     def close(self) -> None:
-        """Ends the interpreter and what it has started."""
-        self.ended = True
+        """Kills the interpreter and its descendants."""
+        self.has_ended = True
         self._stack.close()
 
     def __del__(self) -> None:
@@ -283,10 +290,10 @@ class Session:
 
 
 @contextlib.contextmanager
-def _program(source: str, stdin: Any, limits: Limits) -> Iterator[subprocess.Popen]:
-    """Gives a process that runs a program in a folder of its own; ends it and all it started."""
-    found = protections()
-    if found.network == "python":
+def _running_program(source: str, stdin: Any, limits: SandboxLimits) -> Iterator[subprocess.Popen]:
+    """Runs a program in a folder of its own; kills it and its descendants at the end."""
+    active_protections = protections()
+    if active_protections.network == "python":
         source = _NO_NETWORK + source
     with tempfile.TemporaryDirectory(prefix="sandbox_", ignore_cleanup_errors=True) as name:
         folder = pathlib.Path(name)
@@ -294,35 +301,35 @@ def _program(source: str, stdin: Any, limits: Limits) -> Iterator[subprocess.Pop
         (folder / "main.py").chmod(0o444)
         (folder / "proc").mkdir()
         folder.chmod(0o777)
-        process = _started(folder, stdin, limits, found)
+        process = _start_program(folder, stdin, limits, active_protections)
         try:
             yield process
         finally:
-            if found.network == "namespace":
-                process.terminate()  # it ends the program's system and waits for that
+            if active_protections.network == "namespace":
+                process.terminate()  # the outer process kills the namespace and waits
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_END_S)
-            _end_group(process)
+                    process.wait(_KILL_TIMEOUT_S)
+            _kill_process_group(process)
             for pipe in (process.stdin, process.stdout, process.stderr):
                 if pipe:
-                    with contextlib.suppress(OSError):  # unread commands
+                    with contextlib.suppress(OSError):  # unread input
                         pipe.close()
 
 
-def _started(
-    folder: pathlib.Path, stdin: Any, limits: Limits, found: Protections
+def _start_program(
+    folder: pathlib.Path, stdin: Any, limits: SandboxLimits, active_protections: Protections
 ) -> subprocess.Popen:
     def prepare() -> None:
-        if found.network == "namespace":
-            _leave_system(str(folder / "proc"))
-            _fork_and_keep(limits.cpu_s)
-        restrict(limits)
-        if found.user == "nobody":
+        if active_protections.network == "namespace":
+            _enter_namespaces(str(folder / "proc"))
+            _fork_and_supervise(limits.cpu_s)
+        apply_limits(limits)
+        if active_protections.user == "nobody":
             _become_nobody()
-        for capability in range(_NUM_CAPABILITIES):  # root would have them again after exec
+        for capability in range(_NUM_CAPABILITIES):  # else root regains them at exec
             libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
         libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user clears it
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # setuid has cleared it
 
     return subprocess.Popen(
         [sys.executable, "-I", "-B", "main.py"],
@@ -332,7 +339,7 @@ def _started(
             "HOME": str(folder),
             "TMPDIR": str(folder),
             "LANG": "C.UTF-8",
-            "OPENBLAS_NUM_THREADS": "1",  # threads count as processes
+            "OPENBLAS_NUM_THREADS": "1",  # threads count towards RLIMIT_NPROC
         },
         stdin=stdin,
         stdout=subprocess.PIPE,
@@ -342,43 +349,43 @@ def _started(
     )
 
 
-def _end_group(process: subprocess.Popen) -> None:
-    """Ends a process and what it has started, and returns when they are gone."""
-    deadline = time.monotonic() + _END_S
+def _kill_process_group(process: subprocess.Popen) -> None:
+    """Kills the process group of a process; returns when it is gone."""
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        while time.monotonic() < deadline:  # orphans: the system ends and reaps them
+        while time.monotonic() < deadline:  # until init has reaped the orphans
             os.killpg(process.pid, 0)
             time.sleep(0.005)
     process.wait()
 
 
-def _read(process: subprocess.Popen, limits: Limits, kept: list[bytes]) -> str:
-    """Keeps stdout and stderr of a process until it ends; returns why it must be ended, or ""."""
+def _read_output(process: subprocess.Popen, limits: SandboxLimits, streams: list[bytes]) -> str:
+    """Reads stdout and stderr until the process ends; returns the exceeded limit, "" if none."""
     deadline = time.monotonic() + limits.wall_s
-    late = f"more than {limits.wall_s:g} s"
+    timeout_text = f"more than {limits.wall_s:g} s"
     assert process.stdout and process.stderr
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ, 0)
         selector.register(process.stderr, selectors.EVENT_READ, 1)
         while selector.get_map():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return late
-            ended = process.poll() is not None
-            # A child of its own may hold the pipes open after it has ended.
-            ready = selector.select(min(left, 0.05 if ended else 0.5))
-            if ended and not ready:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return timeout_text
+            has_ended = process.poll() is not None
+            # A child of the program may hold the pipes open after it has ended.
+            ready = selector.select(min(left_s, 0.05 if has_ended else 0.5))
+            if has_ended and not ready:
                 return ""
             for key, _ in ready:
                 block = os.read(key.fd, 1 << 16)
                 if not block:
                     selector.unregister(key.fileobj)
-                room = limits.output_bytes - len(kept[key.data])
-                kept[key.data] += block[: max(0, room)]
+                bytes_left = limits.output_bytes - len(streams[key.data])
+                streams[key.data] += block[: max(0, bytes_left)]
     try:
         process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return late
+        return timeout_text
     return ""

@@ -1,9 +1,9 @@
-"""The process between an owner and one worker: everything that the worker started ends with it.
+"""The process between an owner and one worker; no descendant of the worker outlives it.
 
 Its owner runs it as `python -m jaxrl_llm.processes.supervisor FD MODULE` (`child.py`). It forks the
 worker, which calls `main(FD)` of the module, and waits. When the worker ends, or the owner closes
 this process's stdin, it kills all descendants of the worker, in any session or group, and ends as
-the worker did. It needs no privilege: the kernel makes it the parent of every orphan below it.
+the worker did. It needs no privilege: a child subreaper adopts every orphan below it.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ import time
 from typing import NoReturn
 
 PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-libc = ctypes.CDLL(None, use_errno=True)  # loaded here: a child between fork and exec may not
+libc = ctypes.CDLL(None, use_errno=True)  # loaded here: not safe between fork and exec
 
 
 def main(connection_fd: int) -> None:
-    """Returns in the worker; this process ends when the worker and its descendants have."""
+    """Forks and returns in the worker; this process exits after the worker and its descendants."""
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     supervisor = os.getpid()
@@ -34,23 +34,23 @@ def main(connection_fd: int) -> None:
             os._exit(1)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         return
-    os.close(connection_fd)  # so that its owner sees the end of the worker at once
+    os.close(connection_fd)  # else the owner would not see the worker close it
     threading.Thread(target=_kill_with_owner, args=(worker,), daemon=True).start()
     pid = 0
-    while pid != worker:  # orphans come first
+    while pid != worker:  # `wait` returns adopted orphans too
         pid, status = os.wait()
-    end_descendants()
-    end_as(os.waitstatus_to_exitcode(status))
+    kill_descendants()
+    exit_as(os.waitstatus_to_exitcode(status))
 
 
-def ending(code: int) -> str:
-    """Returns how a process ended: "exit code 3", "signal SIGKILL"."""
+def exit_description(code: int) -> str:
+    """A text of how a process ended: "exit code 3", "signal SIGKILL"."""
     names = {number.value: number.name for number in signal.Signals}
     return f"exit code {code}" if code >= 0 else f"signal {names.get(-code, -code)}"
 
 
-def end_as(code: int) -> NoReturn:
-    """Ends this process as one that ended with this exit code, or the signal that it stands for."""
+def exit_as(code: int) -> NoReturn:
+    """Exits with this code; if negative, by that signal, as the other process did."""
     if code < 0:
         if code != -signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
@@ -64,8 +64,8 @@ def _kill_with_owner(worker: int) -> None:
         os.kill(worker, signal.SIGKILL)
 
 
-def end_descendants() -> None:
-    """Kills every descendant of this process, which adopts orphans; returns when none is left."""
+def kill_descendants() -> None:
+    """Kills every descendant of this process, a subreaper; returns when none is left."""
     while True:
         for pid in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -79,19 +79,19 @@ def end_descendants() -> None:
 
 
 def descendants(ancestor: int) -> list[int]:
-    """Returns the processes below `ancestor`, parents first."""
+    """The pids of all descendants of `ancestor`, parents first."""
     children: dict[int, list[int]] = {}
     for entry in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             parent = int(entry.read_bytes().rpartition(b")")[2].split()[1])
             children.setdefault(parent, []).append(int(entry.parent.name))
-    found = [ancestor]
-    for pid in found:  # grows
-        found += children.get(pid, [])
-    return found[1:]
+    pids = [ancestor]
+    for pid in pids:  # grows
+        pids += children.get(pid, [])
+    return pids[1:]
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
-    # In the worker alone: the supervisor stays small.
+    # Imported in the worker only: the supervisor stays small.
     importlib.import_module(sys.argv[2]).main(int(sys.argv[1]))

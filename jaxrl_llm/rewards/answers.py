@@ -1,7 +1,7 @@
 r"""The final answer in a response, and the forms in which one answer may be written.
 
-Nothing here computes: `final_answer` finds what a response gives as its answer, `read_answer` takes
-away what does not belong to its value (fonts, spaces, units, a percent sign). `math.py` compares.
+Nothing here computes: `final_answer` extracts the answer from a response, `parse_answer` separates
+its value from fonts, spaces, units and a percent sign. `math.py` compares values.
 docs/answers.md lists the forms with their verdicts.
 """
 
@@ -9,11 +9,11 @@ import dataclasses
 import re
 import unicodedata
 
-MAX_ANSWER_CHARACTERS = 2000  # a longer "answer" is a text
-_MAX_BOXES = 32  # different ones are guesses
+MAX_ANSWER_CHARACTERS = 2000  # a longer "answer" is prose
+_MAX_BOXES = 32  # more distinct boxes are guesses
 
 _NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)"
-# Beside compatibility forms (digits of full width), which have their own table in Unicode.
+# In addition to the compatibility forms of Unicode (full-width digits), which NFKC normalizes.
 _SYMBOLS = str.maketrans({
     "\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{EM DASH}": "-",
     "\N{MULTIPLICATION SIGN}": r"\times ", "\N{DIVISION SIGN}": "/", "\N{DOT OPERATOR}": r"\cdot ",
@@ -32,12 +32,12 @@ _MULTIPLES = {
     "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12,
     "dozen": 12,
 }  # fmt: skip
-# Words that are no unit after a number.
+# Words after a number that are not units.
 _NO_UNITS = frozenset({
     "or", "and", "not", "no", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "mod", "to",
     "if", "for", "when", "where", "then", *_MULTIPLES,
 })  # fmt: skip
-# Words of fewer than four letters that are no product of variables.
+# Words of up to three letters that are not products of variables.
 _SHORT_WORDS = frozenset({"yes", "no", "odd", "one", "two", "six", "ten", "red", "dne", "all"})
 _SPACES = re.compile(
     r"\\(?:displaystyle|textstyle|limits|large|Large|small|bf|rm|it|quad|qquad)\b"
@@ -57,15 +57,15 @@ _CHOICE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class FinalAnswer:
-    """What a response gives as its answer, as it is written there."""
+    """The answer of a response, verbatim."""
 
     text: str  # "": none
     boxed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
-    """An answer without what does not belong to its value."""
+class ParsedAnswer:
+    """An answer, separated into its expression and its unit or percent sign."""
 
     expression: str  # LaTeX or plain
     unit: str = ""  # "cm^2", "apples"; "$" of dollars
@@ -79,12 +79,12 @@ class Reading:
             return ""
         words = text.lower().split()
         is_text = "\\text{" in self.expression and len(text.strip()) > 1
-        known = is_text or any(len(word) > 3 or word in _SHORT_WORDS for word in words)
-        return " ".join(words) if known else ""
+        are_words = is_text or any(len(word) > 3 or word in _SHORT_WORDS for word in words)
+        return " ".join(words) if are_words else ""
 
     @property
     def choice(self) -> str:
-        """The letter of a choice, in upper case: of `C`, `(C)`, `C. red`, `C: red`; else ""."""
+        """The upper-case letter of a choice, of `C`, `(C)`, `C. red`, `C: red`; else ""."""
         text = self.expression.replace("\\text{", " ").replace("}", " ").strip()
         match = _CHOICE.fullmatch(text)
         if match is None:
@@ -95,31 +95,28 @@ class Reading:
 
 
 def final_answer(solution: str) -> FinalAnswer:
-    r"""The answer of a response: the first of these that it has, of several the last.
+    r"""The final answer of a response, from the first of these sources that it has.
 
-    What is in boxes (different ones are one list), in `<answer>`, after `####`, after "the answer
-    is"; a formula or number that the response ends with, in a sentence without a negation. Of a
-    response with thoughts (`</think>`), what follows them counts.
+    The contents of boxes (several distinct ones form a list), `<answer>`, after `####`, after "the
+    answer is"; else a formula or number at the end, in a sentence without a negation. The last
+    occurrence counts. In a response with thinking, only the text after `</think>` counts.
 
     >>> final_answer(r"So \boxed {2} or \boxed{3}")
     FinalAnswer(text='2, 3', boxed=True)
     >>> final_answer("In 2024, there is no answer").text
     ''
     """
-    after = solution.rpartition("</think>")[2]
-    solution = after if after.strip() else solution
+    after_thinking = solution.rpartition("</think>")[2]
+    solution = after_thinking if after_thinking.strip() else solution
     boxes = [content.strip() for content in _boxed(solution)]
     if boxes:
         if boxes[-1] == _UNCLOSED:
             return FinalAnswer("")
-        different = list(dict.fromkeys(box for box in boxes if box))
-        if (
-            len(different) > _MAX_BOXES
-            or max(map(len, different), default=0) > MAX_ANSWER_CHARACTERS
-        ):
+        distinct = list(dict.fromkeys(box for box in boxes if box))
+        if len(distinct) > _MAX_BOXES or max(map(len, distinct), default=0) > MAX_ANSWER_CHARACTERS:
             return FinalAnswer("")
-        by_reading = {read_answer(box): box for box in different}
-        return FinalAnswer(", ".join(by_reading.values()), boxed=True)
+        by_value = {parse_answer(box): box for box in distinct}
+        return FinalAnswer(", ".join(by_value.values()), boxed=True)
     before, tag, _ = solution.rpartition("</answer>")
     if tag and "<answer>" in before:
         inner = before.rpartition("<answer>")[2].strip()
@@ -136,61 +133,63 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\b\s*(?P<open>\{)?|\\.|[{}]", re.DOTALL)
 
 
 def _boxed(text: str) -> list[str]:
-    r"""The contents of `\boxed{...}` and `\fbox{...}`; of a box within a box the inner one.
+    r"""The contents of `\boxed{...}` and `\fbox{...}`; of nested boxes the innermost.
 
-    The last is `_UNCLOSED` if its end is missing. One pass, however deep they are nested.
+    The last entry is `_UNCLOSED` if a box is not closed. One pass, whatever the nesting.
     """
     contents: list[str] = []
-    starts: list[int] = []  # of each open brace, -1: of no box
-    holds_box: list[bool] = []
+    starts: list[int] = []  # content start of each open brace; -1: not a box
+    has_inner_box: list[bool] = []
     for token in _BOX.finditer(text):
         word = token[0]
         if word.startswith(("\\box", "\\fbox")):
             if token["open"]:
-                holds_box = [True] * len(holds_box) if not all(holds_box) else holds_box
+                has_inner_box = (
+                    [True] * len(has_inner_box) if not all(has_inner_box) else has_inner_box
+                )
                 starts.append(token.end())
-                holds_box.append(False)
+                has_inner_box.append(False)
             else:  # as in `\boxed 5`
                 rest = text[token.end() : token.end() + 40]
                 contents.append((re.match(r"\\?\w*", rest) or [""])[0])
         elif word == "{":
             starts.append(-1)
-            holds_box.append(True)
+            has_inner_box.append(True)
         elif word == "}" and starts:
-            start, has_inner = starts.pop(), holds_box.pop()
+            start, has_inner = starts.pop(), has_inner_box.pop()
             if start >= 0 and not has_inner:
                 contents.append(text[start : token.start()])
-    is_open = any(
-        start >= 0 and not has_inner for start, has_inner in zip(starts, holds_box, strict=True)
+    is_unclosed = any(
+        start >= 0 and not has_inner for start, has_inner in zip(starts, has_inner_box, strict=True)
     )
-    return [*contents, _UNCLOSED] if is_open else contents
+    return [*contents, _UNCLOSED] if is_unclosed else contents
 
 
 def _after_phrase(text: str) -> str:
-    """What follows the last "the answer is" or "Answer:", up to the end of its sentence."""
+    """The text after the last "the answer is" or "Answer:", up to the end of its sentence."""
     matches = list(_PHRASE.finditer(text))
     if not matches:
         return ""
-    said = text[matches[-1].end() :][:MAX_ANSWER_CHARACTERS]
-    said = re.split(r"\n|(?<=[^\s.])\.(?=\s|$)", said, maxsplit=1)[0].strip().rstrip(".*_ ")
-    if _NEGATION.match(said):
-        return said if "not" not in said.lower() else ""
-    if formula := re.match(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", said, re.DOTALL):
-        after = said[formula.end() :].strip().strip("*_.,")
+    answer = text[matches[-1].end() :][:MAX_ANSWER_CHARACTERS]
+    answer = re.split(r"\n|(?<=[^\s.])\.(?=\s|$)", answer, maxsplit=1)[0].strip().rstrip(".*_ ")
+    if _NEGATION.match(answer):
+        return answer if "not" not in answer.lower() else ""
+    if formula := re.match(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", answer, re.DOTALL):
+        after = answer[formula.end() :].strip().strip("*_.,")
         inner = next(part for part in formula.groups() if part)
         return f"{inner} {after}" if re.fullmatch(r"[A-Za-z]{0,20}|\\?%", after) else inner
-    if number := re.match(rf"({_NUMBER})(?=,?\s+(?:because|since|as|which|so|and)\b)", said):
+    if number := re.match(rf"({_NUMBER})(?=,?\s+(?:because|since|as|which|so|and)\b)", answer):
         return number[1]
-    if letter := re.match(r"([A-Z])(?=,?\s+(?:because|since|as|which|so)\b)", said):
+    if letter := re.match(r"([A-Z])(?=,?\s+(?:because|since|as|which|so)\b)", answer):
         return letter[1]
-    return said
+    return answer
 
 
 _END = rf"((?:\$\s?)?{_NUMBER}(?:\s*/\s*\d+)?\s*(?:\\?%)?)"
 
 
 def _at_end(text: str) -> str:
-    """A formula or number at the end of the last sentence, with one word after it at most."""
+    """A formula or number at the end of the last sentence, with at most one word after it."""
     line = next((line for line in reversed(text.splitlines()) if line.strip()), "")
     line = line[-MAX_ANSWER_CHARACTERS:].strip().rstrip(".!*_ ")
     sentence = re.split(r"(?<=[a-z)])[.!?]\s", line)[-1]
@@ -209,13 +208,13 @@ def _at_end(text: str) -> str:
     return f"{number[1]} {number[2] or ''}".strip() if number else ""
 
 
-def read_answer(text: str) -> Reading:
-    r"""An answer as an expression, its unit, and whether it is in percent.
+def parse_answer(text: str) -> ParsedAnswer:
+    r"""Parses an answer into its expression, its unit, and whether it is a percentage.
 
-    >>> read_answer(r"12^{\text{th}}"), read_answer(r"\color{red}{3}").expression
-    (Reading(expression='12', unit='', percent=False), '3')
-    >>> read_answer(r"$12\text{ cm}^2$."), read_answer("28\\%").percent
-    (Reading(expression='12', unit='cm^2', percent=False), True)
+    >>> parse_answer(r"12^{\text{th}}"), parse_answer(r"\color{red}{3}").expression
+    (ParsedAnswer(expression='12', unit='', percent=False), '3')
+    >>> parse_answer(r"$12\text{ cm}^2$."), parse_answer("28\\%").percent
+    (ParsedAnswer(expression='12', unit='cm^2', percent=False), True)
     """
     text = _plain(text)
     text, unit = _split_unit(text)
@@ -225,7 +224,7 @@ def read_answer(text: str) -> Reading:
     ):
         text, percent = match[1], True
     text = _plain_number(text)
-    return Reading(text.strip(), unit, percent)
+    return ParsedAnswer(text.strip(), unit, percent)
 
 
 def _plain(text: str) -> str:
@@ -242,7 +241,7 @@ def _plain(text: str) -> str:
     text = re.sub(r"\\[,;: ]|~", " ", text)
     text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
     before = None
-    while before != text:  # from inside out
+    while before != text:  # from the inside out
         before = text
         text = re.sub(rf"\\(?:{_FONTS})\s*\{{([^{{}}]*)\}}", _without_font, text)
         text = _unwrapped(text)
@@ -250,7 +249,7 @@ def _plain(text: str) -> str:
 
 
 def _without_font(match: re.Match[str]) -> str:
-    """The content where it is no word, or a letter; a word stays text."""
+    """The content of a font command: words stay marked as text, other content loses the font."""
     content = match[1]
     if re.search(r"[A-Za-z]{2}", content) and not re.search(r"\\[a-z]", content):
         return f"\1{content}\2"
@@ -275,10 +274,10 @@ def _unwrapped(text: str) -> str:
 
 def _closes_at_end(text: str) -> bool:
     depth = 0
-    for place, character in enumerate(text):
+    for position, character in enumerate(text):
         depth += {"{": 1, "}": -1}.get(character, 0)
         if not depth:
-            return place == len(text) - 1
+            return position == len(text) - 1
     return False
 
 
@@ -312,7 +311,7 @@ def _split_unit(text: str) -> tuple[str, str]:
 
 
 def _plain_number(text: str) -> str:
-    """Numbers in one notation: thousands, exponents, mixed numbers, multiples."""
+    """The text with numbers in one notation: thousands, exponents, mixed numbers, multiples."""
     text = re.sub(r"(?<![\d.])\d{1,3}(?: \d{3})+(?![\d/])", lambda m: m[0].replace(" ", ""), text)
     text = re.sub(r"(?<![A-Za-z\\])(\d+(?:\.\d+)?)[eE]([-+]?\d+)", _with_power, text)
     mixed = r"(-?)\s*(\d+)\s+(?:(\d+)\s*/\s*(\d+)|\\frac\s*\{(\d+)\}\s*\{(\d+)\})"

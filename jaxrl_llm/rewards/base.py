@@ -1,6 +1,6 @@
-"""What a response is worth: the weighted sum of reward functions and reward models.
+"""Scores of responses: the weighted sum of reward functions and reward models.
 
-The functions run in processes (`pool.py`); the models are callables that the learner gives.
+The functions run in processes (`reward_pool.py`); the models are callables of the learner.
 """
 
 import contextlib
@@ -15,39 +15,41 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxrl_llm.config.algorithm import is_import_path
-from jaxrl_llm.config.samples import RewardFunctionConfig, RewardModelConfig, RewardsConfig
+from jaxrl_llm.config.rollout_data import RewardFunctionConfig, RewardModelConfig, RewardsConfig
 from jaxrl_llm.rewards import functions
-from jaxrl_llm.rewards.early import EarlyCalls
-from jaxrl_llm.rewards.on_ray import pool_of
-from jaxrl_llm.rewards.pool import Call, RewardError
-from jaxrl_llm.rewards.worker import LARGEST_SCORE
-from jaxrl_llm.sharding import hosts
+from jaxrl_llm.rewards.early_calls import EarlyCalls
+from jaxrl_llm.rewards.ray_reward_pool import make_reward_pool
+from jaxrl_llm.rewards.reward_pool import RewardCall, RewardError
+from jaxrl_llm.rewards.reward_worker import LARGEST_SCORE
+from jaxrl_llm.sharding import multihost
 from jaxrl_llm.types import Prompt, Rewards, Rollouts
 
 logger = logging.getLogger(__name__)
 
-ENVIRONMENT = "environment"  # the term of what environments give
+ENVIRONMENT_TERM = "environment"  # name of the term for rewards of environments
 
 ModelScorer = Callable[[Rollouts], Float[np.ndarray, " B"]]
 TermConfig = RewardFunctionConfig | RewardModelConfig
 
 
-def check(
-    config: RewardsConfig, prompts: Sequence[Prompt] = (), taught: Collection[str] = ()
+def check_rewards(
+    config: RewardsConfig, prompts: Sequence[Prompt] = (), distilled_sources: Collection[str] = ()
 ) -> None:
-    """Raises RewardError if a row has no reward, or a function cannot be found or always fails.
+    """Checks all rewards before a run; RewardError if a row has none or a function always fails.
 
-    Rows of the data sources in `taught` ("*": all) have a teacher and need no reward.
+    Rows of the data sources in `distilled_sources` ("*": all) are distilled and need no reward.
 
-    A user's file is run in a process of its own, so that it can neither end nor hang this one. Its
+    A user's file runs in a process of its own, so that it can neither end nor hang this one. Its
     functions are called on a few rows of `prompts` until one call succeeds. With
-    `on_failure="score"`, a function that always fails is a warning.
+    `on_failure="score"`, a function that always fails only logs a warning.
     """
     sources = [prompt.data_source for prompt in prompts]
-    check_sources(config, sources, taught, [prompt.where for prompt in prompts])
+    check_sources(config, sources, distilled_sources, [prompt.where for prompt in prompts])
     terms = {**config.functions, **config.cost_functions}
-    users = {name: term for name, term in terms.items() if is_import_path(term.function)}
-    if not users:
+    for term in terms.values():
+        functions.check_installed(term.function)
+    user_terms = {name: term for name, term in terms.items() if is_import_path(term.function)}
+    if not user_terms:
         try:
             for term in terms.values():
                 if term.function not in functions.REWARD_FUNCTIONS:
@@ -55,11 +57,13 @@ def check(
         except ValueError as error:
             raise RewardError(str(error)) from error
         return
-    one = dataclasses.replace(config, num_workers=1, ray_workers=min(1, config.ray_workers))
-    with pool_of([term.function for term in terms.values()], one) as pool:
-        for name, term in users.items():
+    one_worker = dataclasses.replace(config, num_workers=1, ray_workers=min(1, config.ray_workers))
+    with make_reward_pool([term.function for term in terms.values()], one_worker) as pool:
+        for name, term in user_terms.items():
             calls = [
-                Call(term.function, p.index, p.data_source, text, p.ground_truth, p.extra_info)
+                RewardCall(
+                    term.function, p.index, p.data_source, text, p.ground_truth, p.extra_info
+                )
                 for p in [p for p in prompts if term.data_source in ("*", p.data_source)][:2]
                 for text in (str(p.ground_truth), "", "The answer is 42.")
             ]
@@ -67,99 +71,100 @@ def check(
             failures = list(itertools.takewhile(bool, outcomes))
             if not failures or len(failures) < len(calls):
                 continue
-            said = f"config.rewards: {name!r} ({term.function}) failed in each of {len(calls)}"
-            said += f" calls on rows of the training set: {failures[0]}"
+            problem = f"config.rewards: {name!r} ({term.function}) failed in each of {len(calls)}"
+            problem += f" calls on rows of the training set: {failures[0]}"
             if config.on_failure == "stop":
-                raise RewardError(f"{said}\nCorrect the function")
-            logger.warning("%s", said)
+                raise RewardError(f"{problem}\nCorrect the function")
+            logger.warning("%s", problem)
 
 
 def check_sources(
     config: RewardsConfig,
     sources: Sequence[str],
-    taught: Collection[str] = (),
-    wheres: Sequence[str] = (),
+    distilled_sources: Collection[str] = (),
+    locations: Sequence[str] = (),
 ) -> None:
     """Raises RewardError if no reward applies to a row, given the data sources of all rows.
 
-    `wheres` are their files and rows, as far as known. Those in `taught` need none, as in `check`.
+    `locations`: their files and rows, if known. Sources in `distilled_sources` need no reward, as
+    in `check_rewards`.
     """
     terms: dict[str, TermConfig] = {**config.functions, **config.models}
-    known = {name: term.data_source for name, term in terms.items()}
-    scored = {*known.values(), *taught}
+    covered = {name: term.data_source for name, term in terms.items()}
+    scored = {*covered.values(), *distilled_sources}
     if "*" in scored:
         return
     for row, source in enumerate(sources):
         if source not in scored:
-            where = wheres[row] if wheres and wheres[row] else f"row {row}"
+            where = locations[row] if locations and locations[row] else f"row {row}"
             raise RewardError(
                 f"{where}: no reward applies to data source {source!r}; the terms of"
-                f" config.rewards apply to {known}; add one for it, or one with data_source='*'"
+                f" config.rewards apply to {covered}; add one for it, or one with data_source='*'"
             )
 
 
-class Scorer(contextlib.AbstractContextManager["Scorer"]):
+class RolloutScorer(contextlib.AbstractContextManager["RolloutScorer"]):
     """Scores rollouts; a context manager that ends its processes.
 
-    `model_scorers` are for each of `models` and `cost_models`. RewardError: they are not, or a
-    function cannot be found. Rows of the data sources in `taught` need no reward, as in `check`.
-    With `environments`, what these give is a term.
+    `model_scorers` has a callable for each of `models` and `cost_models`; RewardError if it has
+    not, or if a function cannot be found. Rows of the data sources in `distilled_sources` need no
+    reward, as in `check_rewards`. With `environments`, their rewards are another term.
     """
 
     def __init__(
         self,
         config: RewardsConfig,
         model_scorers: Mapping[str, ModelScorer],
-        taught: Collection[str] = (),
+        distilled_sources: Collection[str] = (),
         environments: bool = False,
     ):
-        wanted = {*config.models, *config.cost_models}
-        if wanted != set(model_scorers):
-            given = f"scorers were given for {sorted(model_scorers)}; give one for each"
-            raise RewardError(f"config.rewards names the models {sorted(wanted)}, {given}")
-        self._config, self._taught, self._environments = config, taught, environments
+        model_names = {*config.models, *config.cost_models}
+        if model_names != set(model_scorers):
+            problem = f"scorers were given for {sorted(model_scorers)}; give one for each"
+            raise RewardError(f"config.rewards names the models {sorted(model_names)}, {problem}")
+        self._config, self._taught, self._environments = config, distilled_sources, environments
         self._reward_terms: dict[str, TermConfig] = {**config.functions, **config.models}
         self._cost_terms: dict[str, TermConfig] = {**config.cost_functions, **config.cost_models}
         if shared := sorted(set(self._reward_terms) & set(self._cost_terms)):
             raise RewardError(f"config.rewards: {shared} name a reward and a cost; rename one")
         self._model_scorers = dict(model_scorers)
         terms = [*config.functions.values(), *config.cost_functions.values()]
-        self._pool = pool_of([term.function for term in terms], config)
+        self._pool = make_reward_pool([term.function for term in terms], config)
         self._early = EarlyCalls(self._pool)
 
     def __exit__(self, *exception) -> None:
         self._pool.close()
         self._early.close()
 
-    def use(self, model_scorers: Mapping[str, ModelScorer]) -> None:
-        """Scores with these models from now on: the same ones, on other devices."""
+    def set_model_scorers(self, model_scorers: Mapping[str, ModelScorer]) -> None:
+        """Replaces the model scorers: the same models, moved to other devices."""
         self._model_scorers = dict(model_scorers)
 
     @property
-    def begins_early(self) -> bool:
-        """Whether `begin` is of use: there are functions, and one process.
+    def can_start_early(self) -> bool:
+        """Whether `submit` has an effect: there are functions, and a single JAX process.
 
         Several processes would have to begin the same calls.
         """
         has_functions = bool(self._config.functions or self._config.cost_functions)
         return has_functions and jax.process_count() == 1
 
-    def begin(self, rollouts: Rollouts, first_row: int = 0) -> None:
-        """Begins the calls for responses that `score` will be asked about, beside other work.
+    def start_early(self, rollouts: Rollouts, first_row: int = 0) -> None:
+        """Starts the calls for responses that `score` will receive later, in the background.
 
-        `first_row` is the row of the first of them then.
+        `first_row` is the row of the first of them in that later batch.
         """
-        if self.begins_early:
-            self._early.begin([call for _, call in self._calls(rollouts, first_row)])
+        if self.can_start_early:
+            self._early.submit([call for _, call in self._calls(rollouts, first_row)])
 
     def score(self, rollouts: Rollouts) -> Rewards:
-        """Returns the score of each response; all functions share one pass over the workers.
+        """The score of each response; all functions share one pass over the workers.
 
         A term applies to the rows of its `data_source`, or to all with "*"; `scores` and `costs`
         are the sums of weight times term over those that apply. `baselines` are 0. `details` holds
-        the keys that the row's functions returned beside the score; a key that two of them return
-        is kept for the later one as `term/key`. What environments gave is the term "environment".
-        With `on_failure="leave_out"` rows of which a call failed are `left_out`.
+        the keys that the row's functions returned beside the score; of two equal keys the second
+        is stored as `term/key`. The reward of environments is the term "environment". With
+        `on_failure="leave_out"`, rows with a failed call are `excluded`.
         RewardError if no reward applies to a row, a model gave no finite score for each row, or a
         function failed and `on_failure` is "stop".
         """
@@ -182,14 +187,14 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
                 scores = _checked_scores(name, scorer(rollouts), len(sources))
                 values[name] = np.where(applies[name], scores, 0.0)
         weights = {name: term.weight * applies[name] for name, term in terms.items()}
-        names, by_turn = list(self._reward_terms), None
+        names, weighted_turn_rewards = list(self._reward_terms), None
         if self._environments:
-            names.append(ENVIRONMENT)
-            judged = np.array([bool(log.environment) for log in rollouts.logs])
-            weights[ENVIRONMENT] = self._config.environment_weight * judged
-            given = [log.reward + sum(log.turn_rewards) for log in rollouts.logs]
-            values[ENVIRONMENT] = np.array(given)
-            by_turn = self._config.environment_weight * turn_rewards(rollouts)
+            names.append(ENVIRONMENT_TERM)
+            has_environment = np.array([bool(log.environment) for log in rollouts.episode_logs])
+            weights[ENVIRONMENT_TERM] = self._config.environment_weight * has_environment
+            episode_rewards = [log.reward + sum(log.turn_rewards) for log in rollouts.episode_logs]
+            values[ENVIRONMENT_TERM] = np.array(episode_rewards)
+            weighted_turn_rewards = self._config.environment_weight * turn_rewards(rollouts)
 
         def weighted_sum(names: Collection[str]) -> Float[np.ndarray, " B"]:
             total = sum((weights[n] * values[n] for n in names), np.zeros(len(sources)))
@@ -209,13 +214,13 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             details=tuple(details),
             num_failures=num_failures,
             num_calls=num_calls,
-            turn_rewards=by_turn,
+            turn_rewards=weighted_turn_rewards,
             failures=tuple(failures),
-            left_out=left_out,
+            excluded=left_out,
         )
 
-    def _calls(self, rollouts: Rollouts, first_row: int = 0) -> list[tuple[str, Call]]:
-        """Returns the calls of functions, each with the name of its term."""
+    def _calls(self, rollouts: Rollouts, first_row: int = 0) -> list[tuple[str, RewardCall]]:
+        """The calls of reward functions, each with the name of its term."""
         calls = []
         for name, term in {**self._config.functions, **self._config.cost_functions}.items():
             for row, group in enumerate(rollouts.group_ids.tolist()):
@@ -223,14 +228,20 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
                 if term.data_source not in ("*", prompt.data_source):
                     continue
                 info = dict(prompt.extra_info)
-                if term.function == "math":  # what a row says itself goes before
+                if term.function == "math":  # options of the row take precedence
                     info = {**vars(self._config.math), **info}
-                if rollouts.logs:
-                    log = rollouts.logs[row]
+                if rollouts.episode_logs:
+                    log = rollouts.episode_logs[row]
                     info |= {"messages": log.messages, "num_turns": log.num_turns}
-                given = prompt.data_source, rollouts.responses[row], prompt.ground_truth
-                where = getattr(prompt, "where", "")
-                call = Call(term.function, first_row + row, *given, info, where)
+                call = RewardCall(
+                    function=term.function,
+                    row=first_row + row,
+                    data_source=prompt.data_source,
+                    solution_str=rollouts.responses[row],
+                    ground_truth=prompt.ground_truth,
+                    extra_info=info,
+                    location=getattr(prompt, "where", ""),
+                )
                 calls.append((name, call))
         return calls
 
@@ -241,50 +252,52 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         details: Sequence[dict[str, Any]],
         failures: list[str],
     ) -> tuple[int, int]:
-        """Fills the functions' part of the last three; returns the calls and those that failed.
+        """Fills the functions' part of `values`, `details` and `failures` in place.
 
-        Each host makes the calls of its own rows, and gets the outcomes of all.
+        Returns the number of calls and of failed calls. Each host runs the calls of its own rows
+        and gathers the outcomes of all hosts.
         """
         calls = self._calls(rollouts)
-        own_rows = hosts.own_part(len(rollouts.responses))
-        own = {i: call for i, (_, call) in enumerate(calls) if call.row in own_rows}
+        own_rows = multihost.local_rows(len(rollouts.responses))
+        own_calls = {i: call for i, (_, call) in enumerate(calls) if call.row in own_rows}
 
         def run() -> list[tuple[int, float, Mapping[str, Any], str]]:
-            outcomes = self._early.finish(list(own.values())) if own else []
-            return [(i, o.score, o.details, o.failure) for i, o in zip(own, outcomes, strict=True)]
+            outcomes = self._early.collect(list(own_calls.values())) if own_calls else []
+            pairs = zip(own_calls, outcomes, strict=True)
+            return [(i, o.score, o.details, o.failure) for i, o in pairs]
 
         num_failures = 0
-        for i, score, found, failure in itertools.chain(*hosts.together(run)):
+        for i, score, returned_keys, failure in itertools.chain(*multihost.run_on_all_hosts(run)):
             name, call = calls[i]
             values[name][call.row] = score
             num_failures += bool(failure)
             failures[call.row] = failures[call.row] or (f"{name}: {failure}" if failure else "")
-            of_row = details[call.row]
-            for key, value in found.items():
-                of_row[f"{name}/{key}" if key in of_row else key] = value
+            row_details = details[call.row]
+            for key, value in returned_keys.items():
+                row_details[f"{name}/{key}" if key in row_details else key] = value
         return len(calls), num_failures
 
 
 def turn_rewards(rollouts: Rollouts) -> Float[np.ndarray, "B T"]:
-    """Returns what environments gave for each turn, on the last token that the policy chose in it.
+    """The environment's reward of each turn, placed on the last sampled token of the turn.
 
-    The turns of a row are the last ones of its episode.
+    A row holds the last turns of its episode.
     """
     mask = rollouts.response_mask
-    found = np.zeros(mask.shape, np.float32)
-    ends = mask & ~np.pad(mask[:, 1:], ((0, 0), (0, 1)))
-    for row, log in enumerate(rollouts.logs):
-        places = np.flatnonzero(ends[row])
-        given = log.turn_rewards[log.num_turns - len(places) :]
-        found[row, places[: len(given)]] = given
-    return found
+    rewards = np.zeros(mask.shape, np.float32)
+    is_turn_end = mask & ~np.pad(mask[:, 1:], ((0, 0), (0, 1)))
+    for row, log in enumerate(rollouts.episode_logs):
+        end_positions = np.flatnonzero(is_turn_end[row])
+        last_rewards = log.turn_rewards[log.num_turns - len(end_positions) :]
+        rewards[row, end_positions[: len(last_rewards)]] = last_rewards
+    return rewards
 
 
 def _checked_scores(name: str, scores: np.ndarray, num_rows: int) -> Float[np.ndarray, " B"]:
     scores = np.asarray(scores, np.float32)
     if scores.shape != (num_rows,):
-        found = f"model {name!r} returned scores of shape {scores.shape}"
-        raise RewardError(f"{found}, one for each of the {num_rows} rows is needed")
+        problem = f"model {name!r} returned scores of shape {scores.shape}"
+        raise RewardError(f"{problem}, one for each of the {num_rows} rows is needed")
     for row in np.flatnonzero(~np.isfinite(scores)):
         raise RewardError(f"model {name!r}, row {row}: returned {scores[row]}, not a finite number")
     return scores

@@ -1,4 +1,4 @@
-"""Reading a row's ground truth: one answer as text, whatever type the file gave it.
+"""Ground truths of rows as text, whatever type the file has.
 
 Each reader raises a ValueError that names the rule. `check_truth` of a reward function, which
 `truth_checks.py` calls on every row before a run, is made of these readers.
@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
-# What tools write where there is no value. "None" may be a word of a text, so that only functions
-# of numbers and expressions refuse these.
+# Texts that tools write for a missing value. "None" may be a word of a text, so only readers of
+# numbers and expressions reject these.
 _PLACEHOLDERS = frozenset(
     {"", "none", "null", "nil", "nan", "<na>", "nat", "n/a", "na", "-", "--", "?", "inf", "-inf"}
 )
@@ -25,7 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class TruthCheck(Protocol):
-    """Raises ValueError, with the rule, if answers cannot be compared with a ground truth."""
+    """Checks a ground truth; ValueError, with the rule, if no answer can be compared with it."""
 
     def __call__(self, ground_truth: Any, /) -> Any: ...
 
@@ -41,7 +41,7 @@ def checks_truth(check: TruthCheck) -> Callable[[Function], Function]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a file is a number; true and false are none.
+    """Whether a value of a file is a number; booleans are not.
 
     >>> is_number(7), is_number(True), is_number("7")
     (True, False, False)
@@ -51,7 +51,7 @@ def is_number(value: Any) -> bool:
 
 
 def decimal_text(value: Any) -> str:
-    """A number as a task writes it: all digits, no exponent, no zeros at the end of a fraction.
+    """A number in decimal notation: all digits, no exponent, no trailing zeros of a fraction.
 
     >>> decimal_text(72.0), decimal_text(0.00001), decimal_text(10**12)
     ('72', '0.00001', '1000000000000')
@@ -70,25 +70,25 @@ def decimal_text(value: Any) -> str:
 
 
 def answer_text(truth: Any, rule: str) -> str:
-    """A truth that is one number or one text, as text without white space at its ends.
+    """A truth that is one number or one text, as stripped text.
 
     >>> answer_text(" 72 ", "a number"), answer_text(72, "a number")
     ('72', '72')
 
     Raises:
-      ValueError: If it is neither, or stands for a missing value; `rule` says what is wanted.
+      ValueError: If it is neither, or stands for a missing value; `rule` names the valid values.
     """
     if is_number(truth):
         return decimal_text(truth)
     if not isinstance(truth, str):
-        raise ValueError(f"got {_shown(truth)}; ground_truth must be {rule}")
+        raise ValueError(f"got {_value_text(truth)}; ground_truth must be {rule}")
     if truth.strip().lower() in _PLACEHOLDERS:
         raise ValueError(f"got {truth!r}, which stands for no value; ground_truth must be {rule}")
     return truth.strip()
 
 
 def number_texts(truth: Any) -> frozenset[str]:
-    """The ways in which GSM8K may write the number of a truth, without commas.
+    """The accepted spellings of the number of a GSM8K truth, without commas.
 
     A text may have thousands separators, a dollar sign, and `####` before it, as GSM8K's own
     answers have.
@@ -97,21 +97,21 @@ def number_texts(truth: Any) -> frozenset[str]:
     (['1234'], ['72', '72.0'], ['72'])
 
     Raises:
-      ValueError: If it is no number.
+      ValueError: If it is not a number.
     """
     rule = "one number, such as 72 or '1,234'"
     text = answer_text(truth, rule).rpartition("####")[2].strip().translate(_MINUS)
     sign, _, rest = text.rpartition("$")
     text = (sign + rest if sign in ("", "-") else text).strip()
     if not _NUMBER.fullmatch(text) or not re.search("[0-9]", text):
-        raise ValueError(f"got {_shown(truth)}; ground_truth must be {rule}")
+        raise ValueError(f"got {_value_text(truth)}; ground_truth must be {rule}")
     text = text.replace(",", "").removeprefix("+")
-    # The text as well: whoever writes 72.0 as the truth may mean that form.
+    # The original text as well: a truth of 72.0 may expect that form.
     return frozenset({text, decimal_text(decimal.Decimal(text))})
 
 
 def alternative_texts(truth: Any) -> list[str]:
-    """The texts of a truth of which any is right: one, a list, or a mapping with `target`.
+    """The alternative correct answers of a truth: one, a list, or a mapping with `target`.
 
     >>> alternative_texts(7), alternative_texts({"target": ["Rome", "Roma"]})
     (['7'], ['Rome', 'Roma'])
@@ -120,20 +120,20 @@ def alternative_texts(truth: Any) -> list[str]:
       ValueError: If there is none, or one is neither a text nor a number.
     """
     rule = "a text, a number, or a list of them (or a mapping with such a list as 'target')"
-    wanted = truth.get("target") if isinstance(truth, dict) else truth
-    wanted = wanted.tolist() if isinstance(wanted, np.ndarray) else wanted
+    target = truth.get("target") if isinstance(truth, dict) else truth
+    target = target.tolist() if isinstance(target, np.ndarray) else target
     texts = []
-    for each in wanted if isinstance(wanted, (list, tuple)) else [wanted]:
-        if is_number(each):
-            texts.append(decimal_text(each))
-        elif isinstance(each, str) and each.strip():
-            texts.append(each)
+    for value in target if isinstance(target, (list, tuple)) else [target]:
+        if is_number(value):
+            texts.append(decimal_text(value))
+        elif isinstance(value, str) and value.strip():
+            texts.append(value)
         else:
-            raise ValueError(f"got {_shown(truth)}; ground_truth must be {rule}")
+            raise ValueError(f"got {_value_text(truth)}; ground_truth must be {rule}")
     if not texts:
-        raise ValueError(f"got {_shown(truth)}; ground_truth must be {rule}")
+        raise ValueError(f"got {_value_text(truth)}; ground_truth must be {rule}")
     return texts
 
 
-def _shown(truth: Any) -> str:
+def _value_text(truth: Any) -> str:
     return f"{truth!r:.60}" if truth is None else f"{type(truth).__name__} {truth!r:.60}"

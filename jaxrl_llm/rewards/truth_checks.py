@@ -1,6 +1,6 @@
-"""The ground truths of all rows, read by their reward functions before a model is loaded.
+"""Checks of all ground truths by their reward functions, before a model is loaded.
 
-A row whose truth no answer can equal teaches nothing, and the run that has it ends with success.
+A row whose ground truth no answer can equal teaches nothing, and the run would not notice.
 """
 
 import contextlib
@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm import console
 from jaxrl_llm.config.algorithm import is_import_path
-from jaxrl_llm.config.samples import RewardFunctionConfig, RewardsConfig
+from jaxrl_llm.config.rollout_data import RewardFunctionConfig, RewardsConfig
 from jaxrl_llm.data.datasets import Dataset
 from jaxrl_llm.data.streaming import StreamedRows
 from jaxrl_llm.data.streams import MixedRows, Rows, streamed_parts
 from jaxrl_llm.rewards import functions as functions_lib
-from jaxrl_llm.rewards.on_ray import pool_of
-from jaxrl_llm.rewards.pool import Call, RewardError, RewardPool
+from jaxrl_llm.rewards.ray_reward_pool import make_reward_pool
+from jaxrl_llm.rewards.reward_pool import RewardCall, RewardError, RewardPool
 from jaxrl_llm.types import Prompt
 
-_NUM_LISTED = 10  # rows in a report
-_NUM_IN_CALL = 200  # truths that a user's function checks in one call
+_NUM_LISTED = 10  # rows listed in a report
+_NUM_IN_CALL = 200  # truths that a user's function checks per call
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ Terms = Mapping[str, RewardFunctionConfig]
 
 
 class _Fault(NamedTuple):
-    """A row that cannot be learned from."""
+    """A row with an unreadable ground truth."""
 
     prompt: Prompt
     term: str
@@ -42,19 +42,20 @@ class _Fault(NamedTuple):
         return f"{where}: {self.function!r} ({self.term}): {self.problem}"
 
 
-def readable(
+def without_unreadable_truths(
     splits: Mapping[str, tuple[Dataset, RewardsConfig]],
 ) -> dict[str, Dataset]:
-    """The data sets of each split without rows whose ground truth their functions cannot read.
+    """The dataset of each split without rows whose ground truth its functions cannot read.
 
-    Every row is checked by every function with a `check_truth` that scores its data source: those
-    of a user in a process of their own, with its limits. Streamed rows are checked when they are
-    drawn, but for the first ones. With `rewards.unreadable_truths="refuse"` one such row is a
-    RewardError that lists all of them, of all splits; with "leave_out" they are counted.
+    Every function with a `check_truth` checks every row of its data source; users' functions run in
+    a process of their own, with its limits. Of streamed rows the first are checked here, the others
+    when they are drawn. With `rewards.unreadable_truths="refuse"` one such row raises a RewardError
+    that lists those of all splits; with "leave_out" they are dropped and counted.
     """
-    with _UserChecks() as users:
+    with _UserChecks() as user_checks:
         faults = {
-            name: _faults(config, split.prompts, users) for name, (split, config) in splits.items()
+            name: _faults(config, split.prompts, user_checks)
+            for name, (split, config) in splits.items()
         }
     refused = [
         fault
@@ -65,7 +66,7 @@ def readable(
     if refused:
         raise RewardError(_report(refused, sum(len(split.prompts) for split, _ in splits.values())))
     return {
-        name: _without(name, split, config, faults[name])
+        name: _without_faulty_rows(name, split, config, faults[name])
         for name, (split, config) in splits.items()
     }
 
@@ -82,58 +83,62 @@ def _report(faults: Sequence[_Fault], num_rows: int) -> str:
 
 
 class _UserChecks(contextlib.ExitStack):
-    """The checks of users' functions, each file in one process whatever the split."""
+    """The processes that run checks of users' functions, shared by all splits."""
 
     def __init__(self) -> None:
         super().__init__()
         self._pools: dict[tuple[str, ...], RewardPool] = {}
 
     def pool(self, functions: Sequence[str], config: RewardsConfig) -> RewardPool:
-        """The process that has loaded these functions, with the limits of the first config."""
+        """The one-process pool with these functions, with the limits of the first config."""
         names = tuple(sorted(set(functions)))
         if names not in self._pools:
-            one = dataclasses.replace(config, num_workers=1, ray_workers=min(1, config.ray_workers))
-            self._pools[names] = self.enter_context(pool_of(names, one))
+            one_worker = dataclasses.replace(
+                config, num_workers=1, ray_workers=min(1, config.ray_workers)
+            )
+            self._pools[names] = self.enter_context(make_reward_pool(names, one_worker))
         return self._pools[names]
 
 
-def _faults(config: RewardsConfig, prompts: Sequence[Prompt], users: _UserChecks) -> list[_Fault]:
-    """The rows that a function cannot read, in their order, each once."""
-    found: dict[int, _Fault] = {}
+def _faults(
+    config: RewardsConfig, prompts: Sequence[Prompt], user_checks: _UserChecks
+) -> list[_Fault]:
+    """The rows that a function cannot read, in order, each once."""
+    faults: dict[int, _Fault] = {}
     terms: Terms = {**config.functions, **config.cost_functions}
-    own = [term.function for term in terms.values() if is_import_path(term.function)]
+    user_functions = [term.function for term in terms.values() if is_import_path(term.function)]
     for name, term in terms.items() if prompts else ():
-        if term.function in own:
-            pool = users.pool(own, config)
-            _collect(found, name, term, prompts, functools.partial(_problems_in_pool, pool))
+        if term.function in user_functions:
+            pool = user_checks.pool(user_functions, config)
+            _add_faults(faults, name, term, prompts, functools.partial(_problems_in_pool, pool))
         elif (
             term.function in functions_lib.REWARD_FUNCTIONS
-        ):  # else `rewards.base.check` refuses it
-            _collect(found, name, term, prompts, _problems_here)
-    return [found[place] for place in sorted(found)]
+        ):  # `rewards.base.check_rewards` rejects others
+            _add_faults(faults, name, term, prompts, _problems_in_process)
+    return [faults[row] for row in sorted(faults)]
 
 
-Problems = Callable[[str, Sequence[Prompt]], Iterable[tuple[int, str]]]
+ProblemFinder = Callable[[str, Sequence[Prompt]], Iterable[tuple[int, str]]]
 
 
-def _collect(
-    found: dict[int, _Fault],
+def _add_faults(
+    faults: dict[int, _Fault],
     name: str,
     term: RewardFunctionConfig,
     prompts: Sequence[Prompt],
-    problems_of: Problems,
+    problems_of: ProblemFinder,
 ) -> None:
-    places = [i for i, p in enumerate(prompts) if term.data_source in ("*", p.data_source)]
-    for i, problem in problems_of(term.function, [prompts[place] for place in places]):
-        fault = _Fault(prompts[places[i]], name, term.function, problem)
-        found.setdefault(places[i], fault)
+    rows = [i for i, p in enumerate(prompts) if term.data_source in ("*", p.data_source)]
+    for index, problem in problems_of(term.function, [prompts[row] for row in rows]):
+        fault = _Fault(prompts[rows[index]], name, term.function, problem)
+        faults.setdefault(rows[index], fault)
 
 
-def _problems_here(function: str, prompts: Sequence[Prompt]) -> Iterable[tuple[int, str]]:
+def _problems_in_process(function: str, prompts: Sequence[Prompt]) -> Iterable[tuple[int, str]]:
     built_in = functions_lib.resolve(function)
     if functions_lib.truth_check(built_in) is None:
         return ()
-    with console.work(f"reading the ground truths for {function!r}"):
+    with console.show_progress(f"reading the ground truths for {function!r}"):
         return functions_lib.truth_problems(built_in, [p.ground_truth for p in prompts]).items()
 
 
@@ -141,25 +146,27 @@ def _problems_in_pool(
     pool: RewardPool, function: str, prompts: Sequence[Prompt]
 ) -> Iterator[tuple[int, str]]:
     def check(first: int, count: int) -> Mapping[str, Any]:
-        part = prompts[first : first + count]
-        truths = [prompt.ground_truth for prompt in part]
-        call = Call(function, first, "", "", truths, {}, is_check=True)
+        chunk = prompts[first : first + count]
+        truths = [prompt.ground_truth for prompt in chunk]
+        call = RewardCall(function, first, "", "", truths, {}, is_check=True)
         (outcome,) = pool.attempt([call])
         if outcome.failure and count == 1:
             return {"problems": {"0": f"its check_truth failed: {outcome.failure}"}}
-        if outcome.failure:  # which of them it was
-            each = [check(first + i, 1)["problems"] for i in range(len(part))]
-            return {"problems": {str(i): found["0"] for i, found in enumerate(each) if found}}
+        if outcome.failure:  # one of them made the check fail: find it
+            problems = [check(first + i, 1)["problems"] for i in range(len(chunk))]
+            return {"problems": {str(i): p["0"] for i, p in enumerate(problems) if p}}
         return outcome.details
 
     if not prompts or not check(0, 0).get("has_check"):
         return
     for first in range(0, len(prompts), _NUM_IN_CALL):
-        for place, problem in check(first, _NUM_IN_CALL)["problems"].items():
-            yield first + int(place), problem
+        for index, problem in check(first, _NUM_IN_CALL)["problems"].items():
+            yield first + int(index), problem
 
 
-def _without(name: str, split: Dataset, config: RewardsConfig, faults: Sequence[_Fault]) -> Dataset:
+def _without_faulty_rows(
+    name: str, split: Dataset, config: RewardsConfig, faults: Sequence[_Fault]
+) -> Dataset:
     total, unreadable = len(split.prompts), {id(fault.prompt) for fault in faults}
     kept = tuple(prompt for prompt in split.prompts if id(prompt) not in unreadable)
     if faults and not kept and not streamed_parts(split.rows):
@@ -168,8 +175,10 @@ def _without(name: str, split: Dataset, config: RewardsConfig, faults: Sequence[
             f" the {name} split; the first: {faults[0]}; correct the rows or the function"
         )
     if faults:
-        said = "%s split: left out %d of %d rows whose ground truth no answer can equal; first: %s"
-        logger.warning(said, name, total - len(kept), total, faults[0])
+        message = (
+            "%s split: left out %d of %d rows whose ground truth no answer can equal; first: %s"
+        )
+        logger.warning(message, name, total - len(kept), total, faults[0])
     rows = _readable_rows(split.rows, config, unreadable)
     return dataclasses.replace(split, prompts=kept or split.prompts, rows=rows)
 
@@ -177,7 +186,7 @@ def _without(name: str, split: Dataset, config: RewardsConfig, faults: Sequence[
 def _readable_rows(
     rows: Rows[Prompt], config: RewardsConfig, unreadable: Collection[int]
 ) -> Rows[Prompt]:
-    """Rows without those that are known to be unreadable; streamed ones are read when drawn."""
+    """Rows without the unreadable ones; streamed rows are checked when drawn."""
     if isinstance(rows, MixedRows):
         parts: Any = tuple(_readable_rows(part, config, unreadable) for part in rows.parts)
         if not all(len(part) for part in parts):

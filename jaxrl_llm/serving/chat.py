@@ -1,4 +1,4 @@
-"""What clients send to talk with a model, OpenAI's chat completions with tools."""
+"""The request body of OpenAI's chat completions, with tools and images."""
 
 import inspect
 import itertools
@@ -10,33 +10,33 @@ import pydantic
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_llm.agents.additions import with_json
 from jaxrl_llm.agents.episode import call_id
+from jaxrl_llm.agents.template_delta import with_json_arguments
 from jaxrl_llm.agents.tool_call_arguments import schemas_of
 from jaxrl_llm.agents.tool_call_scanner import open_thinking_mark
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.pictures import expanded
+from jaxrl_llm.data.images import expand_tokens
 from jaxrl_llm.data.tokenizer import Message
 from jaxrl_llm.serving import fields
 from jaxrl_llm.serving.fields import Strict
 from jaxrl_llm.serving.protocol import (
+    FAIL_FAST,
     ApiError,
     Body,
-    Count,
-    First,
-    Served,
+    GenerationRequest,
+    PositiveCount,
+    ServedModel,
     TopLogProbs,
-    Wanted,
 )
 from jaxrl_llm.serving.tool_call_stream import ExpectedCalls
 from jaxrl_llm.text import text_fault
-from jaxrl_llm.types import Picture
+from jaxrl_llm.types import PromptImage
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_TOOLS = 128
-# Names that `chat_template_kwargs` must not set: parameters of `apply_chat_template`, and what it
-# gives to a template itself.
+# Names that `chat_template_kwargs` must not set: parameters of `apply_chat_template`, and the
+# variables that it passes to a template itself.
 RESERVED_VARIABLES = frozenset(
     {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
     | {"self", "messages", "kwargs", "raise_exception", "strftime_now", "tojson"}
@@ -45,7 +45,7 @@ RESERVED_VARIABLES = frozenset(
 
 
 class TextPart(Strict):
-    """A text in a message's content."""
+    """A text part of the content of a message."""
 
     rules = fields.PART
     type: Literal["text"]
@@ -53,25 +53,25 @@ class TextPart(Strict):
 
 
 class ImageUrl(Strict):
-    """An image itself, as data:image/png;base64,...; nothing is downloaded."""
+    """An image as a data URL (data:image/png;base64,...); nothing is downloaded."""
 
     rules = fields.IMAGE_URL
     url: str
 
 
 class ImagePart(Strict):
-    """An image in a message's content."""
+    """An image part of the content of a message."""
 
     rules = fields.PART
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
-Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 class CalledFunction(Strict):
-    """What a call in an earlier turn of the model called."""
+    """Function and arguments of a tool call in an earlier assistant turn."""
 
     rules = fields.CALLED_FUNCTION
     name: Name
@@ -95,8 +95,8 @@ class CalledFunction(Strict):
         return text
 
 
-class ToolCall(Strict):
-    """A call in an earlier turn of the model."""
+class MessageToolCall(Strict):
+    """A tool call in an earlier assistant turn."""
 
     rules = fields.TOOL_CALL
     id: Name
@@ -105,15 +105,15 @@ class ToolCall(Strict):
 
 
 class ChatMessage(Strict):
-    """A message; what a server has replied may be sent back as it is."""
+    """A message of the dialogue; a reply of this server is valid here unchanged."""
 
     rules = fields.MESSAGE
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[Part], First] | None = None
+    content: str | Annotated[list[ContentPart], FAIL_FAST] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], First] | None = None
+    tool_calls: Annotated[list[MessageToolCall], FAIL_FAST] | None = None
     tool_call_id: Name | None = None
-    # The thinking of an earlier turn, by both names that servers have for it.
+    # The reasoning of an earlier turn, under both names in use among servers.
     reasoning_content: str | None = None
     reasoning: str | None = None
 
@@ -137,12 +137,12 @@ class ChatMessage(Strict):
 
     @property
     def images(self) -> list[str]:
-        """The addresses of the images in the content."""
+        """The data URLs of the images in the content."""
         return [part.image_url.url for part in self._parts if isinstance(part, ImagePart)]
 
     @property
-    def shown(self) -> str | list[dict[str, str]]:
-        """The content for a chat template: parts if some are images, else a text, joined."""
+    def template_content(self) -> str | list[dict[str, str]]:
+        """The content for a chat template: a list of parts if it has images, else one text."""
         if isinstance(self.content, str) or self.content is None:
             return self.content or ""
         parts = [
@@ -152,8 +152,8 @@ class ChatMessage(Strict):
         return parts if self.images else "".join(part["text"] for part in parts)
 
 
-class Function(Strict):
-    """What the model is told of a tool."""
+class FunctionDefinition(Strict):
+    """The definition of a tool, as shown to the model."""
 
     rules = fields.FUNCTION
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
@@ -166,29 +166,29 @@ class Tool(Strict):
 
     rules = fields.TOOL
     type: Literal["function"]
-    function: Function
+    function: FunctionDefinition
 
     @property
-    def shown(self) -> dict[str, Any]:
-        """What a chat template shows, as `transformers.utils.get_json_schema` describes it."""
+    def template_schema(self) -> dict[str, Any]:
+        """The tool for a chat template, in the form of `transformers.utils.get_json_schema`."""
         function = self.function
-        empty = {"type": "object", "properties": {}}
-        given = {"name": function.name, "description": function.description or ""}
+        no_parameters = {"type": "object", "properties": {}}
+        description = {"name": function.name, "description": function.description or ""}
         return {
             "type": "function",
-            "function": {**given, "parameters": function.parameters or empty},
+            "function": {**description, "parameters": function.parameters or no_parameters},
         }
 
 
 class ChosenFunction(Strict):
-    """The tool that is to be called."""
+    """The name of the tool in `NamedToolChoice`."""
 
     rules = fields.CHOSEN_FUNCTION
     name: str
 
 
-class Choice(Strict):
-    """That a tool is to be called."""
+class NamedToolChoice(Strict):
+    """A `tool_choice` that forces a call of one named tool."""
 
     rules = fields.TOOL_CHOICE
     type: Literal["function"]
@@ -199,21 +199,21 @@ class ChatBody(Body):
     """`POST /v1/chat/completions`."""
 
     rules = fields.CHAT
-    messages: Annotated[list[ChatMessage], First] = Field(min_length=1)
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    messages: Annotated[list[ChatMessage], FAIL_FAST] = Field(min_length=1)
+    max_tokens: PositiveCount | None = None
+    max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogProbs | None = None
-    tools: Annotated[list[Tool], First] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    tools: Annotated[list[Tool], FAIL_FAST] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    # Variables of the chat template. They make no difference to one that does not read them.
+    # Variables of the chat template; without effect on a template that does not read them.
     reasoning_effort: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")] | None = None
     verbosity: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @pydantic.model_validator(mode="after")
-    def _check_top(self) -> "ChatBody":
+    def _check_top_logprobs(self) -> "ChatBody":
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         return self
@@ -221,10 +221,10 @@ class ChatBody(Body):
     @pydantic.model_validator(mode="after")
     def _check_tools(self) -> "ChatBody":
         names = [tool.function.name for tool in self.tools or ()]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"two tools are called {min(twice)!r}; rename one of them")
-        if self._demanded and not {*self._demanded} <= {*names}:
-            raise ValueError(f"tool_choice: no tool {self._demanded[0]!r} among tools")
+        if duplicates := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"two tools are called {min(duplicates)!r}; rename one of them")
+        if self._required_tools and not {*self._required_tools} <= {*names}:
+            raise ValueError(f"tool_choice: no tool {self._required_tools[0]!r} among tools")
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice='required' needs tools")
         return self
@@ -242,158 +242,171 @@ class ChatBody(Body):
         for name in ("reasoning_effort", "verbosity"):
             value = getattr(self, name)
             if value is not None and variables.get(name, value) != value:
-                both = f"{value!r}, but {variables[name]!r} in chat_template_kwargs"
-                raise ValueError(f"{name} is {both}; send one of them")
+                conflict = f"{value!r}, but {variables[name]!r} in chat_template_kwargs"
+                raise ValueError(f"{name} is {conflict}; send one of them")
         return self
 
     @property
     def _template_variables(self) -> dict[str, Any]:
-        own = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
-        sent = {name: value for name, value in own.items() if value is not None}
-        return {**sent, **(self.chat_template_kwargs or {})}
+        own_fields = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        sent_fields = {name: value for name, value in own_fields.items() if value is not None}
+        return {**sent_fields, **(self.chat_template_kwargs or {})}
 
     @property
-    def _demanded(self) -> list[str]:
-        """The tools one of which has to be called; none: it need not."""
-        if isinstance(self.tool_choice, Choice):
+    def _required_tools(self) -> list[str]:
+        """Names of the tools of which one must be called; empty if a call is optional."""
+        if isinstance(self.tool_choice, NamedToolChoice):
             return [self.tool_choice.function.name]
         required = self.tool_choice == "required"
         return [tool.function.name for tool in self.tools or ()] if required else []
 
     @property
-    def _shown_tools(self) -> list[dict[str, Any]]:
-        return [] if self.tool_choice == "none" else [tool.shown for tool in self.tools or ()]
+    def _template_tools(self) -> list[dict[str, Any]]:
+        return (
+            []
+            if self.tool_choice == "none"
+            else [tool.template_schema for tool in self.tools or ()]
+        )
 
-    def wanted(self, served: Served) -> Wanted:
+    def generation_request(self, served: ServedModel) -> GenerationRequest:
         if served.chat_template and not served.tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template; use /v1/completions")
-        messages, shown = _as_templates_want(self.messages), self._shown_tools
-        found = _pictures(served, self.messages)
-        if shown and not (served.chat_template and served.call_format):
+        messages, tools = _template_messages(self.messages), self._template_tools
+        pictures = _load_images(served, self.messages)
+        if tools and not (served.chat_template and served.call_format):
             message = "tools: the chat template of this model does not tell how it calls tools"
             raise ApiError(400, f"{message}; leave them out", param="tools")
-        options = {**self._template_variables, **({"tools": shown} if shown else {})}
+        options = {**self._template_variables, **({"tools": tools} if tools else {})}
         try:
-            text = _either(
-                lambda given: tokenizer_lib.prompt_text(
-                    served.tokenizer, given, served.chat_template, options
+            text = _render_messages(
+                lambda messages_variant: tokenizer_lib.prompt_text(
+                    served.tokenizer, messages_variant, served.chat_template, options
                 ),
                 messages,
             )
-            begun = _begun(served, messages, options, text, self._demanded) if shown else ""
+            call_start = (
+                _forced_call_start(served, messages, options, text, self._required_tools)
+                if tools
+                else ""
+            )
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
         (tokens,) = tokenizer_lib.prompt_tokens(
-            served.tokenizer, [text + begun], served.chat_template
+            served.tokenizer, [text + call_start], served.chat_template
         )
         try:
-            tokens, images = expanded(served.pictures, tokens, found, "messages")
+            tokens, images = expand_tokens(served.pictures, tokens, pictures, "messages")
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
-        expected = ExpectedCalls(
+        expected_calls = ExpectedCalls(
             served.call_format,
-            schemas_of(shown),
-            begun,
+            schemas_of(tools),
+            call_start,
             only_one=self.parallel_tool_calls is False,
             open_thinking=open_thinking_mark(text),
         )
         limit = self.max_completion_tokens or self.max_tokens
         num_top = (self.top_logprobs or 0) if self.logprobs else -1
-        return self._wanted(
+        return self._generation_request(
             served,
             [tokens],
             "messages",
             limit,
             served.max_tokens,
             num_top,
-            expected if shown else None,
+            expected_calls if tools else None,
             images,
         )
 
 
-def _pictures(served: Served, messages: Sequence[ChatMessage]) -> list[Picture]:
-    """Returns the images of messages, read; one that cannot be is an `ApiError`."""
-    found = []
+def _load_images(served: ServedModel, messages: Sequence[ChatMessage]) -> list[PromptImage]:
+    """The images of the messages, decoded; raises `ApiError` for one that cannot be read."""
+    pictures = []
     for number, message in enumerate(messages):
         for image, address in enumerate(message.images):
-            where = f"messages.{number}.content, image {image + 1}"
+            location = f"messages.{number}.content, image {image + 1}"
             if served.pictures is None:
                 rule = "this model reads text alone; leave images out"
-                raise ApiError(400, f"{where}: {rule}", param="messages")
+                raise ApiError(400, f"{location}: {rule}", param="messages")
             try:
-                found.append(served.pictures.read(address, where, files=False))
+                pictures.append(served.pictures.read(address, location, files=False))
             except DataError as error:
                 raise ApiError(400, str(error), param="messages") from error
-    return found
+    return pictures
 
 
-def _as_templates_want(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Returns messages with the arguments of calls as objects, and calls named as in training.
+def _template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages for a chat template: call arguments as objects, call ids as in training.
 
-    A reply of a tool also has the tool's name, which clients do not send.
+    Tool messages also get the name of their tool, which clients do not send.
     """
-    made: list[dict[str, Any]] = []
-    known: dict[str, dict[str, str]] = {}  # a client's name of a call -> what a reply to it has
+    template_messages: list[dict[str, Any]] = []
+    # A client's call id -> fields of the tool message that answers it.
+    call_fields: dict[str, dict[str, str]] = {}
     for message in messages:
         role = "system" if message.role == "developer" else message.role
-        new: dict[str, Any] = {"role": role, "content": message.shown}
+        template_message: dict[str, Any] = {"role": role, "content": message.template_content}
         if message.name:
-            new["name"] = message.name
+            template_message["name"] = message.name
         if thinking := message.reasoning_content or message.reasoning:
-            new["reasoning_content"] = thinking
+            template_message["reasoning_content"] = thinking
         if message.tool_calls:
-            new["tool_calls"] = []
+            template_message["tool_calls"] = []
             for number, call in enumerate(message.tool_calls):
                 name = call.function.name
-                known[call.id] = {"tool_call_id": call_id(number), "name": name}
+                call_fields[call.id] = {"tool_call_id": call_id(number), "name": name}
                 arguments = json.loads(call.function.arguments or "{}")
-                new["tool_calls"].append(_call(number, name, arguments))
+                template_message["tool_calls"].append(_template_call(number, name, arguments))
         if message.tool_call_id is not None:
-            if message.tool_call_id not in known:
-                wrong = f"tool_call_id {message.tool_call_id[:100]!r} answers no call before it"
-                raise ApiError(400, f"messages: {wrong}", param="messages")
-            new |= known[message.tool_call_id]
-        made.append(new)
-    return made
+            if message.tool_call_id not in call_fields:
+                problem = f"tool_call_id {message.tool_call_id[:100]!r} answers no call before it"
+                raise ApiError(400, f"messages: {problem}", param="messages")
+            template_message |= call_fields[message.tool_call_id]
+        template_messages.append(template_message)
+    return template_messages
 
 
-def _either(render: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str:
-    """Returns what a template makes of messages, with arguments as objects or as it wants them."""
+def _render_messages(
+    render: Callable[[Sequence[Message]], str], messages: Sequence[Message]
+) -> str:
+    """The rendered messages; call arguments are objects or, if the template fails, JSON strings."""
     try:
         return render(messages)
     except DataError:
-        return render(with_json(messages))
+        return render(with_json_arguments(messages))
 
 
-def _begun(
-    served: Served,
+def _forced_call_start(
+    served: ServedModel,
     messages: Sequence[Message],
     options: Mapping[str, Any],
     text: str,
     names: Sequence[str],
 ) -> str:
-    """Returns what every call of one of these tools begins with, after the text of the dialogue."""
+    """The text after the dialogue that begins any call of these tools, to force one of them."""
 
-    def whole(given: Sequence[Message]) -> str:
-        return str(tokenizer_lib.rendered(served.tokenizer, given, options, tokenize=False))
+    def render_text(dialogue: Sequence[Message]) -> str:
+        return str(tokenizer_lib.render_chat(served.tokenizer, dialogue, options, tokenize=False))
 
     if not names:
         return ""
     turns = [
-        {"role": "assistant", "content": "", "tool_calls": [_call(0, name, arguments)]}
+        {"role": "assistant", "content": "", "tool_calls": [_template_call(0, name, arguments)]}
         for name in names
         for arguments in ({}, {"x": 1})
     ]
-    beginnings = zip(*(_either(whole, [*messages, turn]) for turn in turns), strict=False)
-    same = itertools.takewhile(lambda letters: len({*letters}) == 1, beginnings)
-    common = "".join(letters[0] for letters in same)
-    begun = common[len(text) :].rstrip("{<")  # that of the arguments is the model's
-    if not common.startswith(text) or not begun.strip():
+    columns = zip(
+        *(_render_messages(render_text, [*messages, turn]) for turn in turns), strict=False
+    )
+    shared = itertools.takewhile(lambda characters: len({*characters}) == 1, columns)
+    common = "".join(characters[0] for characters in shared)
+    call_start = common[len(text) :].rstrip("{<")  # the arguments are the model's to begin
+    if not common.startswith(text) or not call_start.strip():
         message = "tool_choice: the chat template of this model lets no call be begun"
         raise ApiError(400, f"{message}; use 'auto'", param="tool_choice")
-    return begun
+    return call_start
 
 
-def _call(number: int, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _template_call(number: int, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     return {"type": "function", "id": call_id(number), "function": function}

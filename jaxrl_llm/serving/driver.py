@@ -1,6 +1,6 @@
-"""One thread that owns the engine: takes requests from any thread, steps, reports what came.
+"""The thread that owns the engine: accepts requests from any thread, steps, reports progress.
 
-Requests, cancellations, new weights and the order to stop reach the engine between two steps.
+Requests, cancellations, weight updates and shutdown take effect between two steps.
 """
 
 import collections
@@ -13,83 +13,87 @@ from typing import Literal
 from absl import logging
 
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.jitted import Program
-from jaxrl_llm.rollout.requests import Progress, Request, RequestError
+from jaxrl_llm.rollout.engine.compiled_programs import Program
+from jaxrl_llm.rollout.engine.requests import Progress, Request, RequestError
+from jaxrl_llm.rollout.engine_api import ServingEngine
 
-Reason = Literal["queue_full", "not_serving", "unfit", "request_failed", "engine_failed"]
+RejectReason = Literal["queue_full", "not_serving", "unfit", "request_failed", "engine_failed"]
 
 
-class Refused(Exception):
-    """Requests that the driver did not serve, or not to their end."""
+class RequestRejected(Exception):
+    """Requests that the driver rejected, or accepted and could not finish."""
 
-    def __init__(self, reason: Reason, message: str):
+    def __init__(self, reason: RejectReason, message: str):
         super().__init__(message)
         self.reason = reason
 
 
-# (which sample, counted through the requests of a ticket; what came), or why nothing more comes.
-Event = tuple[int, Progress] | Refused
+# (sample index over all requests of a ticket, its progress), or why no more progress will come.
+SampleEvent = tuple[int, Progress] | RequestRejected
 
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
-    """Requests that were submitted together, and who listens."""
+    """Requests that were submitted together, with the callback for their events."""
 
     requests: tuple[Request, ...]
-    listener: Callable[[Event], None]
-    num_unfinished: int  # samples; 0: no more events will come
-    numbers: tuple[int, ...] = ()  # the engine's, once it has them
+    listener: Callable[[SampleEvent], None]
+    num_unfinished: int  # samples; at 0 no more events come
+    request_ids: tuple[int, ...] = ()  # request ids of the engine, once submitted to it
 
 
 class Driver:
-    """Serves tickets with an engine, in a thread of its own."""
+    """Runs an engine in a thread of its own and serves tickets with it."""
 
-    def __init__(self, engine: Engine, params: Params, *, max_waiting: int):
-        """Starts nothing; `max_waiting` samples may wait beside those that fill the slots."""
-        self.engine = engine  # used by this thread alone; others may read its counts
-        self.capacity = engine.num_slots + max_waiting  # samples that run or wait at one time
-        self._owners: dict[int, tuple[Ticket, int]] = {}  # engine's number -> ticket, first index
+    def __init__(self, engine: ServingEngine, params: Params, *, max_waiting: int):
+        """Does not start the thread; `max_waiting` samples may queue beyond those in slots."""
+        self.engine = engine  # used by the driver thread alone; others may read its counters
+        self.capacity = engine.num_slots + max_waiting  # samples running or waiting at once
+        # Request id of the engine -> its ticket, index of its first sample in the ticket.
+        self._tickets: dict[int, tuple[Ticket, int]] = {}
         self._lock = threading.Condition()
         # Written under the lock:
         self.state: Literal["starting", "ready", "stopping", "failed"] = "starting"
-        self.num_unfinished = 0  # samples accepted and not yet finished or given up
-        self.programs: collections.deque[Program] = collections.deque()  # not yet compiled
+        self.num_unfinished = 0  # samples accepted, neither finished nor cancelled
+        self.pending_programs: collections.deque[Program] = collections.deque()  # not yet compiled
         self._params = params
         self._inbox: dict[Ticket, None] = {}
-        self._dropped: list[Ticket] = []
-        self._closed = False
+        self._cancelled: list[Ticket] = []
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="engine driver", daemon=True)
 
     def start(
         self,
         programs: Sequence[Program] = (),
-        call: Callable[[Callable[[], None]], object] = lambda tell: tell(),
+        call_soon: Callable[[Callable[[], None]], object] = lambda tell: tell(),
     ) -> None:
-        """Begins to serve; `programs` are compiled one by one while there is nothing else to do.
+        """Starts the thread; `pending_programs` are compiled one by one while the engine is idle.
 
-        `call` runs a function where listeners are called, such as `loop.call_soon_threadsafe`.
+        `call_soon` schedules a function where listeners shall run, as `loop.call_soon_threadsafe`
+        does.
         """
-        self._call = call
-        self.programs.extend(programs)
+        self._call_soon = call_soon
+        self.pending_programs.extend(programs)
         self._num_programs = len(programs)
         self.state = "ready"
         self._thread.start()
 
-    def submit(self, requests: Sequence[Request], listener: Callable[[Event], None]) -> Ticket:
-        """Queues requests, or raises `Refused`; `listener` hears of every sample until its end."""
+    def submit(
+        self, requests: Sequence[Request], listener: Callable[[SampleEvent], None]
+    ) -> Ticket:
+        """Queues requests; `listener` gets the events of every sample. Raises `RequestRejected`."""
         count = sum(len(request.params) for request in requests)
         ticket = Ticket(tuple(requests), listener, count)
         with self._lock:
             if self.state != "ready":
-                raise Refused("not_serving", f"the server is {self.state}")
+                raise RequestRejected("not_serving", f"the server is {self.state}")
             if not 1 <= count <= self.capacity:
-                held = f"this server holds 1 to {self.capacity}"
-                raise Refused("unfit", f"{count} samples in one request; {held}")
+                accepted = f"this server holds 1 to {self.capacity}"
+                raise RequestRejected("unfit", f"{count} samples in one request; {accepted}")
             if self.num_unfinished + count > self.capacity:
-                busy = f"{self.num_unfinished} samples are running or waiting and {count} more"
-                raise Refused(
-                    "queue_full", f"{busy} do not fit in {self.capacity}; try again later"
+                load = f"{self.num_unfinished} samples are running or waiting and {count} more"
+                raise RequestRejected(
+                    "queue_full", f"{load} do not fit in {self.capacity}; try again later"
                 )
             self.num_unfinished += count
             self._inbox[ticket] = None
@@ -97,133 +101,145 @@ class Driver:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Gives a ticket up; its slots are free before the next step. Once finished: nothing."""
+        """Cancels a ticket: its slots are free before the next step. No-op if it has finished."""
         with self._lock:
             if ticket in self._inbox:
                 del self._inbox[ticket]
-                self._finish(ticket, ticket.num_unfinished)
+                self._mark_finished(ticket, ticket.num_unfinished)
             elif ticket.num_unfinished:
-                self._dropped.append(ticket)
+                self._cancelled.append(ticket)
                 self._lock.notify_all()
 
-    def use(self, params: Params) -> None:
-        """Takes other weights, of the same shapes and layout, from the next step on."""
+    def update_weights(self, params: Params) -> None:
+        """Switches to new weights, of the same shapes and sharding, from the next step on."""
         with self._lock:
             self._params = params
 
-    def refuse(self) -> None:
-        """Begins to stop: accepts nothing more, finishes what it has."""
+    def stop_accepting(self) -> None:
+        """Stops accepting requests; those accepted are finished."""
         with self._lock:
             if self.state != "failed":
                 self.state = "stopping"
-            self.programs.clear()
+            self.pending_programs.clear()
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until nothing is unfinished; returns whether it came to that in time."""
+        """Waits until all samples are finished; false if that takes longer than `timeout_s`."""
         with self._lock:
             return self._lock.wait_for(lambda: not self.num_unfinished, timeout_s)
 
     def close(self) -> None:
-        """Ends the thread after its step; unfinished tickets hear that it is "not_serving"."""
+        """Ends the thread after its current step; unfinished tickets get a "not_serving"."""
         with self._lock:
-            self.refuse()
-            self._closed = True
+            self.stop_accepting()
+            self._is_closed = True
             self._lock.notify_all()
         if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
         try:
-            while self._turn():
+            while self._step_or_compile():
                 pass
-            end = Refused("not_serving", "the server stopped before this request was done")
-        except Exception as error:  # whatever it is, clients must hear of it
+            rejection = RequestRejected(
+                "not_serving", "the server stopped before this request was done"
+            )
+        except Exception as error:  # whatever it is, clients must be notified
             logging.exception("the engine failed")
-            end = Refused("engine_failed", f"the engine failed: {type(error).__name__}")
+            rejection = RequestRejected(
+                "engine_failed", f"the engine failed: {type(error).__name__}"
+            )
             with self._lock:
                 self.state = "failed"
         with self._lock:
-            owners = (ticket for ticket, _ in self._owners.values())
-            left = [t for t in dict.fromkeys((*owners, *self._inbox)) if t.num_unfinished]
-            self._inbox, self._dropped, self._owners = {}, [], {}
-            for ticket in left:
-                self._finish(ticket, ticket.num_unfinished)
-        self._tell([(ticket, end) for ticket in left])
+            tickets = (ticket for ticket, _ in self._tickets.values())
+            unfinished = [t for t in dict.fromkeys((*tickets, *self._inbox)) if t.num_unfinished]
+            self._inbox, self._cancelled, self._tickets = {}, [], {}
+            for ticket in unfinished:
+                self._mark_finished(ticket, ticket.num_unfinished)
+        self._notify([(ticket, rejection) for ticket in unfinished])
 
-    def _turn(self) -> bool:
-        """Empties the inbox and takes a step, or compiles; returns whether to go on."""
+    def _step_or_compile(self) -> bool:
+        """Empties the inbox and takes a step, or compiles when idle; false once closed."""
         with self._lock:
-            while not any((self._inbox, self._dropped, self._owners, self._closed, self.programs)):
+            while not any(
+                (
+                    self._inbox,
+                    self._cancelled,
+                    self._tickets,
+                    self._is_closed,
+                    self.pending_programs,
+                )
+            ):
                 self._lock.wait()
-            if self._closed:
+            if self._is_closed:
                 return False
             arrived, self._inbox = list(self._inbox), {}
-            cancelled, self._dropped = self._dropped, []
+            cancelled, self._cancelled = self._cancelled, []
             params = self._params
-            is_idle = not (arrived or cancelled or self._owners)
-            program = self.programs.popleft() if is_idle else None
-            number, total = self._num_programs - len(self.programs), self._num_programs
+            is_idle = not (arrived or cancelled or self._tickets)
+            program = self.pending_programs.popleft() if is_idle else None
+            number, total = self._num_programs - len(self.pending_programs), self._num_programs
         for ticket in cancelled:
             self._abort(ticket)
-        failed: list[tuple[Ticket, Event]] = []
+        failed: list[tuple[Ticket, SampleEvent]] = []
         for ticket in arrived:
             try:
-                first = 0
+                first_sample = 0
                 for request in ticket.requests:
-                    ticket.numbers += (self.engine.submit(request),)
-                    self._owners[ticket.numbers[-1]] = (ticket, first)
-                    first += len(request.params)
+                    ticket.request_ids += (self.engine.submit(request),)
+                    self._tickets[ticket.request_ids[-1]] = (ticket, first_sample)
+                    first_sample += len(request.params)
             except Exception as error:
-                failed.append((ticket, self._failed(ticket, error)))
-        self._tell(failed)  # at once: the step may take long
-        if self._owners:
-            self._tell(self._events(self.engine.step(params)))
+                failed.append((ticket, self._fail_ticket(ticket, error)))
+        self._notify(failed)  # before the step, which may take long
+        if self._tickets:
+            self._notify(self._events(self.engine.step(params)))
         if program is not None:
-            began = time.monotonic()
+            start_s = time.monotonic()
             self.engine.compile(params, program)
-            took_s = time.monotonic() - began
+            took_s = time.monotonic() - start_s
             logging.info("compiled %d of %d: %s, %.1f s", number, total, program.name, took_s)
         return True
 
-    def _failed(self, ticket: Ticket, error: Exception) -> Refused:
-        """Gives up a ticket whose request raised an error; returns what its listener hears."""
+    def _fail_ticket(self, ticket: Ticket, error: Exception) -> RequestRejected:
+        """Aborts a ticket whose request raised an error; returns the event for its listener."""
         self._abort(ticket)
         if isinstance(error, RequestError):
-            return Refused("unfit", str(error))
+            return RequestRejected("unfit", str(error))
         logging.error("a request failed", exc_info=error)
-        return Refused("request_failed", f"the request failed: {type(error).__name__}")
+        return RequestRejected("request_failed", f"the request failed: {type(error).__name__}")
 
     def _abort(self, ticket: Ticket) -> None:
-        for number in ticket.numbers:
-            if self._owners.pop(number, None):
+        for number in ticket.request_ids:
+            if self._tickets.pop(number, None):
                 self.engine.abort(number)
-        self._finish(ticket, ticket.num_unfinished)
+        self._mark_finished(ticket, ticket.num_unfinished)
 
-    def _finish(self, ticket: Ticket, count: int) -> None:
+    def _mark_finished(self, ticket: Ticket, count: int) -> None:
         with self._lock:
             self.num_unfinished -= count
             ticket.num_unfinished -= count
             self._lock.notify_all()
 
-    def _events(self, progress: Sequence[Progress]) -> list[tuple[Ticket, Event]]:
-        events: list[tuple[Ticket, Event]] = []
-        for p in progress:
-            if p.request not in self._owners:
+    def _events(self, progress: Sequence[Progress]) -> list[tuple[Ticket, SampleEvent]]:
+        events: list[tuple[Ticket, SampleEvent]] = []
+        for update in progress:
+            if update.request not in self._tickets:
                 continue  # another sample of its ticket failed in this step
-            ticket, first = self._owners[p.request]
-            if p.error is not None:
-                events.append((ticket, self._failed(ticket, p.error)))
+            ticket, first_sample = self._tickets[update.request]
+            if update.error is not None:
+                events.append((ticket, self._fail_ticket(ticket, update.error)))
                 continue
-            events.append((ticket, (first + p.sample, p)))
-            if p.finish_reason:
-                self._finish(ticket, 1)
+            events.append((ticket, (first_sample + update.sample, update)))
+            if update.finish_reason:
+                self._mark_finished(ticket, 1)
             if not ticket.num_unfinished:
-                for number in ticket.numbers:
-                    self._owners.pop(number, None)
+                for number in ticket.request_ids:
+                    self._tickets.pop(number, None)
         return events
 
-    def _tell(self, events: list[tuple[Ticket, Event]]) -> None:
-        def tell():
+    def _notify(self, events: list[tuple[Ticket, SampleEvent]]) -> None:
+        def call_listeners():
             for ticket, event in events:
                 try:
                     ticket.listener(event)
@@ -232,4 +248,4 @@ class Driver:
                     self.cancel(ticket)
 
         if events:
-            self._call(tell)
+            self._call_soon(call_listeners)

@@ -17,7 +17,7 @@ UNSUPPORTED = "unsupported_parameter"  # the code of the error, as OpenAI's
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What becomes of a field.
+    """How the server treats a request field.
 
     "used"; "ignored": any value is accepted, because it cannot change the answer; "refused": null
     and the values in `neutral`, which ask for nothing, are accepted, and others are status 400.
@@ -27,7 +27,7 @@ class Rule:
     neutral: tuple[Any, ...] = ()
 
     def accepts(self, value: Any) -> bool:
-        """Whether the value asks for nothing; 0 is 0.0 and 1 is 1.0, but neither is a boolean."""
+        """Whether the value has no effect; 0 equals 0.0 and 1 equals 1.0, but not a boolean."""
         return self.kind == "ignored" or any(
             value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
             for neutral in self.neutral
@@ -37,7 +37,7 @@ class Rule:
 USED, IGNORED, REFUSED = Rule("used"), Rule("ignored"), Rule("refused")
 
 
-def only(*neutral: Any) -> Rule:
+def refused_except(*neutral: Any) -> Rule:
     """A field of which only these values, and null, are accepted."""
     return Rule("refused", neutral)
 
@@ -62,10 +62,10 @@ _BOTH: Mapping[str, Rule] = {
     "prompt_cache_key": IGNORED,
     "prompt_cache_options": IGNORED,
     "prompt_cache_retention": IGNORED,
-    "frequency_penalty": only(0),
-    "presence_penalty": only(0),
-    "logit_bias": only({}),
-    "response_format": only({"type": "text"}),
+    "frequency_penalty": refused_except(0),
+    "presence_penalty": refused_except(0),
+    "logit_bias": refused_except({}),
+    "response_format": refused_except({"type": "text"}),
     # vLLM's.
     "top_k": USED,
     "min_p": USED,
@@ -76,24 +76,24 @@ _BOTH: Mapping[str, Rule] = {
     "cache_salt": IGNORED,
     "spaces_between_special_tokens": IGNORED,  # special tokens are left out
     "guided_decoding_backend": IGNORED,
-    "repetition_penalty": only(1),
-    "length_penalty": only(1),
-    "use_beam_search": only(False),
-    "early_stopping": only(False),
-    "min_tokens": only(0),
-    "skip_special_tokens": only(True),
-    "include_stop_str_in_output": only(False),
-    "detokenize": only(True),
-    "echo": only(False),
-    "bad_words": only([]),
-    "logits_processors": only([]),
+    "repetition_penalty": refused_except(1),
+    "length_penalty": refused_except(1),
+    "use_beam_search": refused_except(False),
+    "early_stopping": refused_except(False),
+    "min_tokens": refused_except(0),
+    "skip_special_tokens": refused_except(True),
+    "include_stop_str_in_output": refused_except(False),
+    "detokenize": refused_except(True),
+    "echo": refused_except(False),
+    "bad_words": refused_except([]),
+    "logits_processors": refused_except([]),
     "allowed_token_ids": REFUSED,
     "truncate_prompt_tokens": REFUSED,
     "prompt_logprobs": REFUSED,
-    "return_token_ids": only(False),
-    "return_tokens_as_token_ids": only(False),
-    "kv_transfer_params": only({}),
-    "vllm_xargs": only({}),
+    "return_token_ids": refused_except(False),
+    "return_tokens_as_token_ids": refused_except(False),
+    "kv_transfer_params": refused_except({}),
+    "vllm_xargs": refused_except({}),
     "structured_outputs": REFUSED,
     "structural_tag": REFUSED,
     "guided_json": REFUSED,
@@ -116,37 +116,37 @@ CHAT: Mapping[str, Rule] = {
     "reasoning_effort": USED,
     "verbosity": USED,
     "prediction": IGNORED,  # it makes a reply faster, not another
-    "modalities": only(["text"]),
-    "functions": only([]),
-    "function_call": only("none", "auto"),
+    "modalities": refused_except(["text"]),
+    "functions": refused_except([]),
+    "function_call": refused_except("none", "auto"),
     "audio": REFUSED,
     "moderation": REFUSED,
     "web_search_options": REFUSED,
     # vLLM's.
     "chat_template_kwargs": USED,
     "chat_template": REFUSED,
-    "add_generation_prompt": only(True),
-    "continue_final_message": only(False),
-    "add_special_tokens": only(False),
-    "include_reasoning": only(True),
-    "documents": only([]),
-    "mm_processor_kwargs": only({}),
+    "add_generation_prompt": refused_except(True),
+    "continue_final_message": refused_except(False),
+    "add_special_tokens": refused_except(False),
+    "include_reasoning": refused_except(True),
+    "documents": refused_except([]),
+    "mm_processor_kwargs": refused_except({}),
 }
 
 COMPLETION: Mapping[str, Rule] = {
     **_BOTH,
     "prompt": USED,
     "best_of": USED,
-    "suffix": only(""),
+    "suffix": refused_except(""),
     "prompt_embeds": REFUSED,
-    "add_special_tokens": only(True),
+    "add_special_tokens": refused_except(True),
     # Chats'; what asks for nothing there asks for nothing here.
-    "tools": only([]),
-    "tool_choice": only("none", "auto"),
+    "tools": refused_except([]),
+    "tool_choice": refused_except("none", "auto"),
     "parallel_tool_calls": IGNORED,
-    "functions": only([]),
-    "function_call": only("none", "auto"),
-    "modalities": only(["text"]),
+    "functions": refused_except([]),
+    "function_call": refused_except("none", "auto"),
+    "modalities": refused_except(["text"]),
 }
 
 STREAM_OPTIONS: Mapping[str, Rule] = {
@@ -170,7 +170,7 @@ MESSAGE: Mapping[str, Rule] = {
     "reasoning": USED,
     "annotations": IGNORED,
     "provider_specific_fields": IGNORED,
-    "refusal": only(""),
+    "refusal": refused_except(""),
     "audio": REFUSED,
     "function_call": REFUSED,
 }

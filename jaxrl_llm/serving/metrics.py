@@ -1,4 +1,4 @@
-"""What a Prometheus server may read about serving."""
+"""Prometheus metrics of a server."""
 
 import functools
 
@@ -19,7 +19,7 @@ _REASONS = {
 
 
 class Metrics:
-    """Counters and histograms of one server, with gauges that are read from its driver."""
+    """Counters and histograms of one server, and gauges read from its driver."""
 
     def __init__(self, driver: Driver):
         self.registry = CollectorRegistry()
@@ -28,8 +28,8 @@ class Metrics:
         gauge = functools.partial(Gauge, namespace="jaxrl_llm", registry=self.registry)
         self.requests = counter("requests", "Requests by path and status.", ("path", "status"))
         self.rejected = counter("rejected", "Requests not served, by reason.", ("reason",))
-        given_up = "Requests given up: the client left, or the time ran out."
-        self.cancelled = counter("cancelled", given_up)
+        cancelled_help = "Requests given up: the client left, or the time ran out."
+        self.cancelled = counter("cancelled", cancelled_help)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests.")
         self.generated_tokens = counter("generated_tokens", "Tokens sampled.")
         self.first_token_s = histogram(
@@ -49,26 +49,30 @@ class Metrics:
         )
         engine = driver.engine
         waiting = lambda: max(0, driver.num_unfinished - engine.num_active)  # noqa: E731
-        forward = "Tokens that a sample got in a decode step."
+        forward_help = "Tokens that a sample got in a decode step."
         for name, text, value in (
             ("slots", "Decode slots.", lambda: engine.num_slots),
             ("active_slots", "Samples that have a slot.", lambda: engine.num_active),
             ("queue_samples", "Samples that wait for a slot.", waiting),
             ("compilations", "Programs compiled so far.", engine.num_compilations),
-            ("warm_up_programs", "Programs to be compiled ahead.", lambda: len(driver.programs)),
-            ("tokens_per_forward", forward, lambda: engine.statistics.tokens_per_forward),
+            (
+                "warm_up_programs",
+                "Programs to be compiled ahead.",
+                lambda: len(driver.pending_programs),
+            ),
+            ("tokens_per_forward", forward_help, lambda: engine.statistics.tokens_per_forward),
             ("ready", "1 while requests are accepted.", lambda: driver.state == "ready"),
         ):
             gauge(name, text).set_function(value)
 
 
-def count(app: ASGIApp, metrics: Metrics) -> ASGIApp:
-    """Middleware that counts requests by path and status, and why some were not served."""
+def count_requests(app: ASGIApp, metrics: Metrics) -> ASGIApp:
+    """Middleware that counts requests by path and status, and rejections by reason."""
 
-    async def counting(scope: Scope, receive: Receive, send: Send) -> None:
-        async def counted(message: Message) -> None:
+    async def app_with_counts(scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # Each label is kept for ever: paths that are no route share one.
+                # Label values are never freed: all unknown paths share one.
                 path = getattr(scope.get("route"), "path", "other")
                 status = message["status"]
                 metrics.requests.labels(path, str(status)).inc()
@@ -77,6 +81,6 @@ def count(app: ASGIApp, metrics: Metrics) -> ASGIApp:
                     metrics.rejected.labels(reason).inc()
             await send(message)
 
-        await app(scope, receive, counted)
+        await app(scope, receive, counted_send)
 
-    return counting
+    return app_with_counts

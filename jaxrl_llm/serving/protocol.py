@@ -1,6 +1,6 @@
-"""What clients send, OpenAI's completions, and what the engine is asked then; chats: `chat`.
+"""Request bodies of OpenAI's completions API, validated and converted to engine requests.
 
-`fields` says which fields are used, which make no difference and which are refused.
+`chat` has those of chat completions; `fields` says which fields are used, ignored or refused.
 """
 
 import dataclasses
@@ -15,29 +15,29 @@ from jaxtyping import UInt32
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_llm.data.pictures import Pictures
-from jaxrl_llm.models.sights import Sights
-from jaxrl_llm.rollout import requests
-from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, Request, SamplingParams
+from jaxrl_llm.data.images import ImagePreprocessor
+from jaxrl_llm.models.image_inputs import ImageInputs
+from jaxrl_llm.rollout.engine import requests
+from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS, Request, SamplingParams
 from jaxrl_llm.serving import fields
 from jaxrl_llm.serving.fields import Strict
 from jaxrl_llm.serving.tool_call_stream import ExpectedCalls
 from jaxrl_llm.text import text_fault
-from jaxrl_llm.types import Picture
+from jaxrl_llm.types import PromptImage
 
 MAX_PROMPTS = 256  # of one request
 MAX_STOP_STRINGS = 16
-MAX_NESTING = 256  # brackets within brackets
+MAX_NESTING = 256  # depth of nested brackets
 
-First = Field(fail_fast=True)  # of a list with a million wrong entries, the first is reported
-Tokens = Annotated[list[int], First]
-Texts = Annotated[list[str], First]
-Count = Annotated[int, Field(ge=1, lt=2**31)]
+FAIL_FAST = Field(fail_fast=True)  # a list with a million wrong entries reports only the first
+Tokens = Annotated[list[int], FAIL_FAST]
+Texts = Annotated[list[str], FAIL_FAST]
+PositiveCount = Annotated[int, Field(ge=1, lt=2**31)]
 TopLogProbs = Annotated[int, Field(ge=0, le=20)]
 
 
 class ApiError(Exception):
-    """A request that is answered by an error, in OpenAI's shape."""
+    """An error reply, with a body in OpenAI's format."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class ApiError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Served:
-    """The model that is served, without its weights."""
+class ServedModel:
+    """The served model, without its weights."""
 
     name: str
     tokenizer: PreTrainedTokenizerBase
@@ -64,27 +64,29 @@ class Served:
     vocab_size: int
     max_tokens: int  # prompt and reply of one sample
     chat_template: bool = True  # False: messages are joined by newlines
-    call_format: str = ""  # in which the model calls tools; "": it calls none
-    pictures: Pictures | None = None  # prepares images; None: the model reads text alone
-    # What images are to a prompt of so many tokens; called by one thread.
-    see: Callable[[Sequence[Picture], int], Sights | None] = lambda images, num_tokens: None
+    call_format: str = ""  # how the model writes tool calls; "": it makes none
+    pictures: ImagePreprocessor | None = None  # image preprocessing; None: a text-only model
+    # (images, prompt tokens) -> the image inputs of a prompt; called from one thread.
+    image_inputs: Callable[[Sequence[PromptImage], int], ImageInputs | None] = (
+        lambda images, num_tokens: None
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """One client's request, checked."""
+class GenerationRequest:
+    """A client's request, validated and tokenized."""
 
-    requests: tuple[Request, ...]  # one a prompt
+    requests: tuple[Request, ...]  # one per prompt
     with_log_probs: bool
-    calls: ExpectedCalls | None = None  # None: what looks like a call is text
+    expected_calls: ExpectedCalls | None = None  # None: no tools, replies are text
 
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(request.tokens) for request in self.requests)
 
     @property
-    def params(self) -> list[SamplingParams]:
-        """How each sample is drawn, prompt by prompt."""
+    def sampling_params(self) -> list[SamplingParams]:
+        """Sampling parameters of each sample, prompt by prompt."""
         return [params for request in self.requests for params in request.params]
 
 
@@ -95,7 +97,7 @@ class StreamOptions(Strict):
 
 
 class Body(Strict):
-    """What completions and chat completions have in common."""
+    """The fields that completions and chat completions have in common."""
 
     model: str
     n: int | None = Field(None, ge=1, le=128)  # samples of one prompt
@@ -105,7 +107,7 @@ class Body(Strict):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Beyond OpenAI's.
+    # Extensions to OpenAI's API, as in vLLM.
     top_k: int | None = Field(None, ge=-1, lt=2**31)  # -1 and 0: all tokens
     min_p: float | None = Field(None, ge=0.0, lt=1.0)
     stop_token_ids: Tokens | None = None
@@ -114,7 +116,7 @@ class Body(Strict):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _check_fields(cls, values: Any) -> Any:
-        """Refuses what is no text and no field, by name."""
+        """Rejects invalid Unicode, unknown fields and unsupported values, naming the field."""
         if not isinstance(values, dict):
             return values
         if fault := text_fault(values, MAX_NESTING):
@@ -150,48 +152,50 @@ class Body(Strict):
 
     @pydantic.model_validator(mode="after")
     def _check_stream_options(self) -> "Body":
-        asked = self.stream_options and self.stream_options.model_dump(exclude_none=True)
-        if asked and any(asked.values()) and not self.stream:
+        options = self.stream_options and self.stream_options.model_dump(exclude_none=True)
+        if options and any(options.values()) and not self.stream:
             raise ValueError("stream_options needs stream=true")
         return self
 
-    def wanted(self, served: Served) -> Wanted:
-        """Returns what the engine is asked; raises an `ApiError` if it cannot be served."""
+    def generation_request(self, served: ServedModel) -> GenerationRequest:
+        """Converts the body into engine requests; raises `ApiError` if it cannot be served."""
         raise NotImplementedError
 
-    def _wanted(
+    def _generation_request(
         self,
-        served: Served,
+        served: ServedModel,
         prompts: Sequence[tuple[int, ...]],
-        param: str,  # that holds the prompts
+        param: str,  # the field that holds the prompts
         max_tokens: int | None,
-        default_tokens: int,  # gives way to a long prompt; `max_tokens` does not
-        num_top: int,  # likeliest tokens beside each log-prob; -1: no log-probs
+        default_tokens: int,  # without `max_tokens`; lowered to what a long prompt leaves
+        num_top: int,  # top log-probs per token; -1: no log-probs at all
         calls: ExpectedCalls | None = None,
-        images: Sequence[Picture] = (),  # of every prompt
-    ) -> Wanted:
+        images: Sequence[PromptImage] = (),  # of every prompt
+    ) -> GenerationRequest:
         stop_tokens = () if self.ignore_eos else served.eos_tokens
-        if own := self.stop_token_ids:
-            _check_tokens(served, own, "stop_token_ids")
-            stop_tokens = tuple(dict.fromkeys((*stop_tokens, *own)))
+        if extra_stop_tokens := self.stop_token_ids:
+            _check_tokens(served, extra_stop_tokens, "stop_token_ids")
+            stop_tokens = tuple(dict.fromkeys((*stop_tokens, *extra_stop_tokens)))
             if (count := len(stop_tokens)) > NUM_STOP_TOKENS:
                 message = f"{count} stop tokens with the model's own, at most {NUM_STOP_TOKENS}"
                 raise ApiError(400, message, param="stop_token_ids")
         count = self.n or 1
-        asked = []
+        engine_requests = []
         for prompt, keys in zip(prompts, random_keys(self.seed, len(prompts), count), strict=True):
             length = len(prompt)
             if not prompt:
                 raise ApiError(400, "the prompt has no tokens; give at least one", param=param)
             limit = max_tokens or max(1, min(default_tokens, served.max_tokens - length))
             if (total := length + limit) > served.max_tokens:
-                # Clients tell this from other refusals by OpenAI's own words.
-                most = f"This model's maximum context length is {served.max_tokens} tokens."
-                asks = f"the prompt has {length} tokens and max_tokens is {limit}, together {total}"
-                rule = f"this model takes {served.max_tokens}: shorten the prompt"
-                message = f"{most} However, {asks}; {rule} or lower max_tokens"
-                wrong = param if length >= served.max_tokens else "max_tokens"
-                raise ApiError(400, message, code="context_length_exceeded", param=wrong)
+                # Clients recognize this error by OpenAI's wording.
+                limit_text = f"This model's maximum context length is {served.max_tokens} tokens."
+                request_text = (
+                    f"the prompt has {length} tokens and max_tokens is {limit}, together {total}"
+                )
+                remedy = f"this model takes {served.max_tokens}: shorten the prompt"
+                message = f"{limit_text} However, {request_text}; {remedy} or lower max_tokens"
+                wrong_param = param if length >= served.max_tokens else "max_tokens"
+                raise ApiError(400, message, code="context_length_exceeded", param=wrong_param)
             params = SamplingParams(
                 max_tokens=limit,
                 temperature=1.0 if self.temperature is None else self.temperature,
@@ -202,17 +206,17 @@ class Body(Strict):
                 stop_strings=tuple(self.stop or ()),
                 num_top_log_probs=max(0, num_top),
             )
-            sights = served.see(images, length)
-            asked.append(Request(prompt, keys, (params,) * count, sights=sights))
-        return Wanted(tuple(asked), num_top >= 0, calls)
+            sights = served.image_inputs(images, length)
+            engine_requests.append(Request(prompt, keys, (params,) * count, image_inputs=sights))
+        return GenerationRequest(tuple(engine_requests), num_top >= 0, calls)
 
 
 class CompletionBody(Body):
     """`POST /v1/completions`."""
 
     rules = fields.COMPLETION
-    prompt: str | Tokens | Texts | Annotated[list[Tokens], First]
-    max_tokens: Count | None = None
+    prompt: str | Tokens | Texts | Annotated[list[Tokens], FAIL_FAST]
+    max_tokens: PositiveCount | None = None
     logprobs: TopLogProbs | None = None
     best_of: int | None = None
 
@@ -228,11 +232,13 @@ class CompletionBody(Body):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts as a list, whichever of the four forms came."""
-        one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
-        return [self.prompt] if one else self.prompt  # type: ignore[return-value]
+        """The prompts as a list, from any of the four forms of `prompt`."""
+        is_single = isinstance(self.prompt, str) or (
+            self.prompt and isinstance(self.prompt[0], int)
+        )
+        return [self.prompt] if is_single else self.prompt  # type: ignore[return-value]
 
-    def wanted(self, served: Served) -> Wanted:
+    def generation_request(self, served: ServedModel) -> GenerationRequest:
         prompts = []
         for prompt in self.prompts:
             if isinstance(prompt, str):
@@ -241,21 +247,21 @@ class CompletionBody(Body):
                 _check_tokens(served, prompt, "prompt")
             prompts.append(tuple(prompt))
         num_top = -1 if self.logprobs is None else self.logprobs
-        # Without `max_tokens` 16 tokens, as OpenAI.
-        return self._wanted(served, prompts, "prompt", self.max_tokens, 16, num_top)
+        # The default of `max_tokens` is 16, as OpenAI's.
+        return self._generation_request(served, prompts, "prompt", self.max_tokens, 16, num_top)
 
 
-def _check_tokens(served: Served, tokens: Sequence[int], param: str) -> None:
+def _check_tokens(served: ServedModel, tokens: Sequence[int], param: str) -> None:
     size = served.vocab_size
-    if wrong := [token for token in tokens if not 0 <= token < size]:
-        message = f"{param}: token id {wrong[0]} is outside the vocabulary of {size}"
+    if outside := [token for token in tokens if not 0 <= token < size]:
+        message = f"{param}: token id {outside[0]} is outside the vocabulary of {size}"
         raise ApiError(400, message, param=param)
 
 
 def random_keys(
     seed: int | None, num_prompts: int, num_samples: int
 ) -> UInt32[np.ndarray, "P G 2"]:
-    """Returns raw keys: of the seed, or never seen before."""
+    """Raw PRNG keys of the samples, derived from the seed or, without one, unpredictable."""
     entropy = secrets.randbits(128) if seed is None else [seed % 2**64, 1]
     words = np.random.SeedSequence(entropy).generate_state(2 * num_prompts * num_samples)
     return words.astype(np.uint32).reshape(num_prompts, num_samples, 2)

@@ -1,4 +1,4 @@
-"""A serving process: the policy that it serves, its engine, sockets, signals, exit status."""
+"""A server process: model, engine, socket, signals, exit status."""
 
 import asyncio
 import contextlib
@@ -14,44 +14,47 @@ from starlette.types import ASGIApp
 
 from jaxrl_llm.agents.episode import call_format
 from jaxrl_llm.config import SpeculationConfig
-from jaxrl_llm.config.room import Lengths
+from jaxrl_llm.config.kv_cache_sizing import SequenceLengths
 from jaxrl_llm.data.encoding import Treatment, set_treatment
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learner.saved import SavedPolicy
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rollout import cache
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.jitted import Program
+from jaxrl_llm.rollout.engine import kv_cache
+from jaxrl_llm.rollout.engine.compiled_programs import Program
+from jaxrl_llm.rollout.engine.engine import Engine
+from jaxrl_llm.saved_policy import SavedPolicy
 from jaxrl_llm.serving.driver import Driver
-from jaxrl_llm.serving.protocol import Served
-from jaxrl_llm.serving.replies import decoder
+from jaxrl_llm.serving.protocol import ServedModel
+from jaxrl_llm.serving.replies import detokenizer
 
 
 class ServerError(UserError):
-    """The server cannot listen, or its engine broke."""
+    """The server cannot bind its address, or its engine failed."""
 
 
-def served(
+def served_model(
     source: SavedPolicy,
     name: str = "",
     max_tokens: int = 0,
     special_tokens_in_messages: Treatment = "text",
-) -> Served:
-    """Returns what clients may know of a policy; "" and 0 stand for the source's own values.
+) -> ServedModel:
+    """The served model of a policy; "" and 0 keep the name and limit of `source`.
 
-    `special_tokens_in_messages` is of chats, whatever the run was trained with.
+    `special_tokens_in_messages` applies to chats, whatever setting the run was trained with.
     """
     models = source.models
     set_treatment(models.tokenizer, special_tokens_in_messages)
     if backend := getattr(models.tokenizer, "backend_tokenizer", None):
-        # tokenizer.json may cut and pad prompts. To change that between two calls would keep
-        # another thread from decoding.
+        # tokenizer.json may truncate and pad prompts. Set once: changing it between two calls would
+        # block another thread's decoding.
         backend.no_truncation()
         backend.no_padding()
-    reads: dict[str, Any] = {}
-    if models.gallery is not None:
-        reads = {"pictures": models.pictures, "see": models.gallery.sights}
-    return Served(
+    image_fields: dict[str, Any] = {}
+    if models.image_feature_cache is not None:
+        image_fields = {
+            "pictures": models.image_processor,
+            "image_inputs": models.image_feature_cache.image_inputs,
+        }
+    return ServedModel(
         name=name or source.name,
         tokenizer=models.tokenizer,
         eos_tokens=models.eos_tokens,
@@ -59,29 +62,31 @@ def served(
         max_tokens=max_tokens or source.max_tokens,
         chat_template=source.config.data.chat_template,
         call_format=call_format(source.config.agent, models.tokenizer),
-        **reads,
+        **image_fields,
     )
 
 
-def engine(
+def make_engine(
     source: SavedPolicy,
-    model: Served,
+    model: ServedModel,
     num_slots: int = 0,
     chunk_steps: int = 8,
     draft_tokens: int = 0,
     full: bool = False,
 ) -> Engine:
-    """Returns an engine for serving; fewer `chunk_steps` make streams smoother, more cost less.
+    """An engine for serving; fewer `chunk_steps` stream more smoothly, more have less overhead.
 
-    Without `num_slots` it has 16 on CPU, 64 elsewhere, fewer where memory is short. With `full`,
-    all of them may hold the longest reply at one time.
+    The default of `num_slots` is 16 on CPU and 64 elsewhere, fewer if memory is short. With `full`,
+    the KV cache holds the longest reply in all slots at once. It is the built-in engine, whatever
+    the run's `rollout.engine`.
     """
-    own, max_tokens = source.sampler.engine, model.max_tokens
-    network, mesh = own.network, own.mesh
-    most, cache_tokens = 16 if source.models.platform == "cpu" else 64, 0
+    args, max_tokens = source.sampler.engine_args, model.max_tokens
+    network, mesh = args.network, args.mesh
+    max_slots, cache_tokens = 16 if source.models.platform == "cpu" else 64, 0
     if not num_slots:
-        sizes = Lengths(max_tokens), most, draft_tokens
-        num_slots, cache_tokens = cache.fitting(network, mesh, *sizes)
+        num_slots, cache_tokens = kv_cache.fitting_cache_size(
+            network, mesh, SequenceLengths(max_tokens), max_slots, draft_tokens
+        )
         if full:
             num_slots, cache_tokens = max(1, min(num_slots, cache_tokens // max_tokens)), 0
     return Engine(
@@ -90,18 +95,18 @@ def engine(
         num_slots=num_slots,
         max_tokens=max_tokens,
         chunk_steps=chunk_steps,
-        layout=own.layout,
+        layout=args.layout,
         speculation=SpeculationConfig(draft_tokens=draft_tokens),
-        decode=decoder(model.tokenizer),
+        decode=detokenizer(model.tokenizer),
         cache_tokens=cache_tokens,
     )
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket bound to an address; port 0 is any that is free."""
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A socket bound to an address; port 0 takes any free port."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -121,24 +126,25 @@ def run(
     grace_s: float,
     max_connections: int,
 ) -> None:
-    """Serves until SIGTERM or SIGINT; then refuses new requests, finishes others in `grace_s`.
+    """Serves until SIGTERM or SIGINT, then rejects new requests and finishes the others.
 
-    `programs` are compiled while there are no requests; `reload` reads weights when SIGHUP comes.
+    `programs` are compiled while idle; `reload` loads new weights on SIGHUP; running requests get
+    `grace_s` seconds to finish. Raises ServerError if the engine failed.
     """
 
-    def finish() -> None:
-        begun = time.monotonic()
-        driver.refuse()
+    def shut_down() -> None:
+        start_s = time.monotonic()
+        driver.stop_accepting()
         if not driver.drain(grace_s):
             logging.warning("%d samples did not finish in time", driver.num_unfinished)
         driver.close()
-        logging.info("stopped after %.1f s", time.monotonic() - begun)
+        logging.info("stopped after %.1f s", time.monotonic() - start_s)
 
-    def renew() -> None:
+    def reload_weights() -> None:
         try:
-            driver.use(reload())
+            driver.update_weights(reload())
             logging.info("serving the newest weights")
-        except Exception:  # whatever it is, serving goes on
+        except Exception:  # any error: keep serving
             logging.exception("weights were not reloaded; serving those from before")
 
     settings = uvicorn.Config(
@@ -151,16 +157,16 @@ def run(
         server_header=False,
         limit_concurrency=max_connections,
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=10,  # for finished replies to reach their clients
+        timeout_graceful_shutdown=10,  # to flush finished replies to their clients
     )
 
     async def serve() -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        loop.add_signal_handler(signal.SIGHUP, lambda: loop.run_in_executor(None, renew))
+        loop.add_signal_handler(signal.SIGHUP, lambda: loop.run_in_executor(None, reload_weights))
         server = uvicorn.Server(settings)
-        # Its own handlers of signals would end connections before the work is done.
+        # Uvicorn's own signal handlers would close connections before requests are finished.
         server.capture_signals = contextlib.nullcontext  # type: ignore
         driver.start(programs, loop.call_soon_threadsafe)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -171,9 +177,9 @@ def run(
             logging.info("%d programs are compiled while there are no requests", len(programs))
         while not (stop.is_set() or serving.done() or driver.state == "failed"):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), 0.2)  # until the state is looked at again
+                await asyncio.wait_for(stop.wait(), 0.2)  # poll `driver.state`
         logging.info("stopping: %d samples are unfinished", driver.num_unfinished)
-        await loop.run_in_executor(None, finish)
+        await loop.run_in_executor(None, shut_down)
         server.should_exit = True
         await serving
 

@@ -1,4 +1,4 @@
-"""The text of a reply and its calls of tools, as they grow."""
+"""Incremental parsing of a reply into text and tool calls."""
 
 import json
 import re
@@ -15,13 +15,13 @@ class ExpectedCalls(NamedTuple):
 
     call_format: str
     schemas: Schemas
-    begun: str = ""  # how each reply begins, in the model's stead: a call that has to be made
+    call_start: str = ""  # text prefilled to force a call, with which each reply begins
     only_one: bool = False  # calls after the first are dropped
     open_thinking: str = ""  # the mark with which the prompt has opened thinking
 
 
 class StreamedCall(NamedTuple):
-    """A call as OpenAI's API tells it."""
+    """A tool call in a reply of OpenAI's API."""
 
     number: int  # in its reply, from 0
     name: str
@@ -34,27 +34,27 @@ class StreamedCall(NamedTuple):
 
 
 class ToolCallStream:
-    """Splits a growing reply into text and calls, each told as soon as it is certain.
+    """Splits a streamed reply into text and tool calls, each returned as soon as it is final.
 
-    What `extend` returns adds up to the same, whatever pieces the text comes in. If a call cannot
-    be read, the text from that call on is told as it was written.
+    The results of `extend` add up to the same, however the text is split. If a call cannot be
+    parsed, the text from that call on is returned verbatim.
     """
 
     def __init__(self, expected: ExpectedCalls, special_tokens: re.Pattern[str] | None):
         self._special_tokens, self._only_one = special_tokens, expected.only_one
-        self._scanner = Scanner(expected.begun)
+        self._scanner = Scanner(expected.call_start)
         self._events = FORMATS[expected.call_format].events(
             self._scanner, expected.schemas, expected.open_thinking
         )
-        self._is_faulty = False  # all that follows is told as it is
-        self._space = ""  # it is told if a text follows
-        self._any_told = False  # of the reply's text
+        self._is_faulty = False  # return the rest verbatim
+        self._space = ""  # trailing space, returned only if text follows
+        self._any_text = False  # whether any text was returned
         self.num_calls = 0
 
     def extend(
         self, text: str, ended: bool, stopped: bool = True
     ) -> tuple[str, tuple[StreamedCall, ...]]:
-        """Returns the (text, calls) that are certain now.
+        """The (text, calls) that are final now.
 
         Args:
           text: What the model added, with its special tokens.
@@ -77,17 +77,17 @@ class ToolCallStream:
             elif self.num_calls == 0 or not self._only_one:
                 calls.append(_streamed_call(self.num_calls, event))
                 self.num_calls += 1
-        return self._tidied("".join(texts)), tuple(calls)
+        return self._stripped_text("".join(texts)), tuple(calls)
 
-    def _tidied(self, text: str) -> str:
-        """A text without special tokens, and without space at both ends of the reply."""
+    def _stripped_text(self, text: str) -> str:
+        """`text` without special tokens and without space at either end of the reply."""
         if self._special_tokens is not None:
             text = self._special_tokens.sub("", text)
-        text = self._space + text if self._any_told else text.lstrip()
-        kept = text.rstrip()
-        self._space = text[len(kept) :]
-        self._any_told |= bool(kept)
-        return kept
+        text = self._space + text if self._any_text else text.lstrip()
+        stripped = text.rstrip()
+        self._space = text[len(stripped) :]
+        self._any_text |= bool(stripped)
+        return stripped
 
 
 def _streamed_call(number: int, call: ScannedCall) -> StreamedCall:

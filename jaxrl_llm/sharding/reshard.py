@@ -1,9 +1,9 @@
-"""Weights from the training layout to the rollout layout.
+"""Resharding of weights from the training layout to the rollout layout.
 
-One jitted program takes a layer out of the stack, casts it and splits it as rollout wants it. XLA
-casts before the collective, so the wire carries the rollout dtype. The memory of the old rollout
-weights is used again. Of layers on stages it takes one from each stage: gathering those moves no
-byte that is not wanted, and sending one from its stage to all others would leave most links idle.
+A jitted program slices a layer out of the stack, casts it and reshards it. XLA casts before the
+collective, so the rollout dtype goes over the wire. The memory of the old rollout weights is
+donated. With pipeline stages, a program takes one layer from each: gathering them moves no
+unnecessary byte, while sending one layer from its stage to all others would leave most links idle.
 """
 
 import dataclasses
@@ -35,16 +35,16 @@ _GROUPS = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """What one reshard of all weights costs each device."""
+class ReshardReport:
+    """Cost per device of resharding all weights once."""
 
-    bytes_moved: int  # received, by the collectives of the compiled programs
-    lower_bound_bytes: int  # needed and not held, in the rollout dtype
-    extra_bytes: int  # most memory at any time beside the weights of both layouts
-    dtypes: tuple[str, ...]  # of what is sent
+    bytes_moved: int  # received in the collectives of the compiled programs
+    lower_bound_bytes: int  # needed but not local, in the rollout dtype
+    extra_bytes: int  # peak memory beside the weights of both layouts
+    dtypes: tuple[str, ...]  # on the wire
 
     def metrics(self) -> dict[str, float]:
-        """Returns the numbers of the report by the names of metrics."""
+        """The numbers of the report by metric name."""
         names = ("bytes_moved", "lower_bound_bytes", "extra_bytes")
         return {f"reshard/{name}": float(getattr(self, name)) for name in names}
 
@@ -58,191 +58,220 @@ class Report:
 
 
 class Resharder:
-    """Turns stacked training parameters into per-layer rollout parameters."""
+    """Reshards stacked training parameters into per-layer rollout parameters."""
 
     def __init__(
         self,
-        abstract: Params,  # shapes of the training parameters, `layers` by stack as [L, ...]
-        logical_axes: Params,  # dim names of the same tree
+        # shapes of the training parameters, `layer_programs` by stack as [L, ...]
+        abstract: Params,
+        logical_axes: Params,  # of the same tree
         units,
         mesh: Mesh,
         dtypes: Callable[[Params], Params],  # dtypes of the rollout parameters of any tree
-        layout: str,  # as `config.mesh.rollout`
-        numbers: Mapping[str, Sequence[int]],  # which layers each stack has
-        # Makes a rollout layer of a stack before the cast: it may merge adapters, or transpose.
+        layout: str,  # `config.mesh.rollout`
+        layer_numbers: Mapping[str, Sequence[int]],  # layer numbers of each stack
+        # Converts a layer of a stack before the cast: it may merge adapters, or transpose.
         convert: Callable[[str, Params], Params] = lambda stack, layer: layer,
-        rollout_axes: Params | None = None,  # of the stacked rollout layers, if they are others
+        rollout_axes: Params | None = None,  # of the stacked rollout layers, if they differ
     ):
-        def one(name: str, stacked: Params) -> Params:
-            first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
-            return jax.eval_shape(functools.partial(convert, name), first)
+        def layer_shapes(name: str, stacked: Params) -> Params:
+            first_layer = jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked
+            )
+            return jax.eval_shape(functools.partial(convert, name), first_layer)
 
-        whole = {**abstract, "layers": {n: one(n, of) for n, of in abstract["layers"].items()}}
+        rollout_shapes = {
+            **abstract,
+            "layers": {n: layer_shapes(n, of) for n, of in abstract["layers"].items()},
+        }
         shapes = jax.tree.map(
-            lambda a, dtype: jax.ShapeDtypeStruct(a.shape, dtype), whole, dtypes(whole)
+            lambda a, dtype: jax.ShapeDtypeStruct(a.shape, dtype),
+            rollout_shapes,
+            dtypes(rollout_shapes),
         )
         stacked = (rollout_axes or logical_axes)["layers"]
-        of_one = jax.tree.map(lambda _, names: names[1:], shapes["layers"], stacked)
-        axes = {**logical_axes, "layers": of_one}
-        rules, computing = mesh_lib.ROLLOUT_WEIGHTS[layout], mesh_lib.COMPUTING[layout]
-        # A layer of each stack and the ends: as rollout wants them, and as training splits them.
+        layer_axes = jax.tree.map(lambda _, names: names[1:], shapes["layers"], stacked)
+        axes = {**logical_axes, "layers": layer_axes}
+        rules, computing = mesh_lib.ROLLOUT_WEIGHTS[layout], mesh_lib.COMPUTE_AXES[layout]
+        # Rollout shapes and shardings: one layer of each stack, and the parameters outside layers.
         self._target = _abstract(
             shapes, mesh_lib.shardings(shapes, axes, mesh, rules, units, computing)
         )
-        # As many layers of each stack as one program takes: one of each stage.
-        self._ways = {
+        # Layers of each stack that one program takes: one of each pipeline stage.
+        self._layers_per_program = {
             n: mesh.shape[mesh_lib.STAGE] if _first_dim(of) == "staged" else 1
             for n, of in stacked.items()
         }
 
-        def several(name: str, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((self._ways[name], *a.shape), a.dtype)
+        def stack_layers(name: str, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((self._layers_per_program[name], *a.shape), a.dtype)
 
-        taken = {
-            name: jax.tree.map(functools.partial(several, name), of)
+        group_layers = {
+            name: jax.tree.map(functools.partial(stack_layers, name), of)
             for name, of in shapes["layers"].items()
         }
-        together = {**shapes, "layers": taken}, {**logical_axes, "layers": stacked}
-        self._held = mesh_lib.shardings(*together, mesh, mesh_lib.TRAIN, units)
-        self._wanted = mesh_lib.shardings(*together, mesh, rules, units, computing)
-        self._together = together[0]
-        # What `reshard` is given; until then plain weights in the training layout.
-        self._given = _abstract(
+        together = {**shapes, "layers": group_layers}, {**logical_axes, "layers": stacked}
+        self._source_shardings = mesh_lib.shardings(*together, mesh, mesh_lib.TRAIN, units)
+        self._target_shardings = mesh_lib.shardings(*together, mesh, rules, units, computing)
+        self._group_shapes = together[0]
+        # Inputs of the first `reshard`; until then plain weights in the training layout.
+        self._input_params = _abstract(
             abstract, mesh_lib.shardings(abstract, logical_axes, mesh, mesh_lib.TRAIN, units)
         )
-        self._seen = False
-        self._report: Report | None = None
-        # Of each layer: its stack, and where it stands there.
-        places = {layer: (n, i) for n, of in numbers.items() for i, layer in enumerate(of)}
-        self._places = [places[layer] for layer in sorted(places)]
-        self._numbers = numbers
+        self._has_input = False
+        self._report: ReshardReport | None = None
+        # Per layer: its stack, and its index there.
+        positions = {layer: (n, i) for n, of in layer_numbers.items() for i, layer in enumerate(of)}
+        self._positions = [positions[layer] for layer in sorted(positions)]
+        self._numbers = layer_numbers
         self.mesh = mesh
         self._replicated = mesh_lib.replicated(mesh)
-        into = jax.tree.map(lambda a: a.sharding, self._target)
-        # Old buffers are donated for their memory alone; unused arguments must stay arguments.
-        reuse = functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+        out_shardings = jax.tree.map(lambda a: a.sharding, self._target)
+        # Old buffers are donated only for their memory: without `keep_unused` jit would drop them.
+        jit_in_place = functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
 
         def layers(name: str, old, new, i):
-            if self._ways[name] == 1:
+            if self._layers_per_program[name] == 1:
                 return [_cast(convert(name, jax.tree.map(lambda a: a[i], new)), dtypes)]
 
-            def of_stages(a):
-                return a.reshape(self._ways[name], -1, *a.shape[1:])[:, i]
+            def stage_layers(a):
+                return a.reshape(self._layers_per_program[name], -1, *a.shape[1:])[:, i]
 
-            # Cast where they are, then gathered.
-            made = jax.vmap(functools.partial(convert, name))(jax.tree.map(of_stages, new))
-            made = jax.lax.with_sharding_constraint(_cast(made, dtypes), self._held["layers"][name])
-            made = jax.lax.with_sharding_constraint(made, self._wanted["layers"][name])
-            structure = jax.tree.structure(made)
-            apart = zip(*map(tuple, jax.tree.leaves(made)), strict=True)
-            return [jax.tree.unflatten(structure, layer) for layer in apart]
-
-        # Programs of the ends `(old, ends)`, and by stack of one layer, or one of each stage,
-        # `([old], layers, i)`.
-        self.ends: Any = reuse(lambda old, new: _cast(new, dtypes), out_shardings=_ends(into))
-        self.layers: dict[str, Any] = {
-            name: reuse(
-                functools.partial(layers, name),
-                out_shardings=[into["layers"][name]] * self._ways[name],
+            # Two constraints: cast on the source devices first, then gather.
+            converted = jax.vmap(functools.partial(convert, name))(jax.tree.map(stage_layers, new))
+            converted = jax.lax.with_sharding_constraint(
+                _cast(converted, dtypes), self._source_shardings["layers"][name]
             )
-            for name in numbers
+            converted = jax.lax.with_sharding_constraint(
+                converted, self._target_shardings["layers"][name]
+            )
+            structure = jax.tree.structure(converted)
+            layer_leaves = zip(*map(tuple, jax.tree.leaves(converted)), strict=True)
+            return [jax.tree.unflatten(structure, layer) for layer in layer_leaves]
+
+        # Programs for the parameters outside layers, `(old, params)`, and per stack for one layer,
+        # or one of each stage, `([old], layer_programs, i)`.
+        self.non_layer_program: Any = jit_in_place(
+            lambda old, new: _cast(new, dtypes), out_shardings=_non_layer_params(out_shardings)
+        )
+        self.layer_programs: dict[str, Any] = {
+            name: jit_in_place(
+                functools.partial(layers, name),
+                out_shardings=[out_shardings["layers"][name]] * self._layers_per_program[name],
+            )
+            for name in layer_numbers
         }
 
     @functools.cached_property
     def _indices(self) -> list[jax.Array]:
-        """Numbers of layers in a stack, on the devices."""
-        most = max(i for _, i in self._places) + 1
-        return [mesh_lib.everywhere(np.int32(i), self.mesh) for i in range(most)]
+        """Layer indices as device arrays."""
+        num_indices = max(i for _, i in self._positions) + 1
+        return [mesh_lib.replicate_host_value(np.int32(i), self.mesh) for i in range(num_indices)]
 
     @functools.cached_property
-    def _rooms(self) -> tuple[dict[str, Callable[[], Params]], Callable[[], Params]]:
-        """Programs that return zeros in the rollout layout: of a stack's layer, and of the ends."""
+    def _zeros_programs(self) -> tuple[dict[str, Callable[[], Params]], Callable[[], Params]]:
+        """Programs that allocate zeros in the rollout layout: a layer per stack, and the rest."""
 
         def zeros(tree):
-            make = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)  # noqa: E731
-            return jax.jit(make, out_shardings=jax.tree.map(lambda a: a.sharding, tree))
+            make_zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)  # noqa: E731
+            return jax.jit(make_zeros, out_shardings=jax.tree.map(lambda a: a.sharding, tree))
 
         layers = {name: zeros(of) for name, of in self._target["layers"].items()}
-        return layers, zeros(_ends(self._target))
+        return layers, zeros(_non_layer_params(self._target))
 
     def abstract(self) -> Params:
-        """Returns shapes and shardings of the rollout parameters."""
+        """Shapes and shardings of the rollout parameters."""
         layers = self._target["layers"]
-        return {**self._target, "layers": tuple(layers[name] for name, _ in self._places)}
+        return {**self._target, "layers": tuple(layers[name] for name, _ in self._positions)}
 
-    def lowered(self, params: Params) -> dict[str, Callable[[], jax.stages.Lowered]]:
-        """Returns what lowers each program for training parameters like these, by stack."""
+    def lowerings(self, params: Params) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        """Functions that lower each program for training parameters like these, by stack."""
         index = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
         layers = {
             name: functools.partial(
                 program.lower,
-                [self._target["layers"][name]] * self._ways[name],
+                [self._target["layers"][name]] * self._layers_per_program[name],
                 params["layers"][name],
                 index,
             )
-            for name, program in self.layers.items()
+            for name, program in self.layer_programs.items()
         }
-        ends = functools.partial(self.ends.lower, _ends(self._target), _ends(params))
+        ends = functools.partial(
+            self.non_layer_program.lower, _non_layer_params(self._target), _non_layer_params(params)
+        )
         return {"ends": ends, **layers}
 
-    def report(self) -> Report:
-        """Returns the costs of the compiled programs, compiled once; of plain weights at first."""
+    def report(self) -> ReshardReport:
+        """Cost of the compiled programs, computed once; before any `reshard`, for plain weights."""
         if self._report:
             return self._report
         with jax.set_mesh(self.mesh):
-            programs = {n: lower().compile() for n, lower in self.lowered(self._given).items()}
-        times = {name: len(of) // self._ways[name] for name, of in self._numbers.items()}
-        moved, dtypes, extra = 0, set(), 0
+            programs = {
+                n: lower().compile() for n, lower in self.lowerings(self._input_params).items()
+            }
+        num_calls = {
+            name: len(of) // self._layers_per_program[name] for name, of in self._numbers.items()
+        }
+        bytes_moved, dtypes, extra_bytes = 0, set(), 0
         for name, program in programs.items():
             for collective in collectives(program.as_text() or ""):
-                moved += times.get(name, 1) * collective.received_bytes
+                bytes_moved += num_calls.get(name, 1) * collective.received_bytes
                 dtypes |= set(collective.dtypes)
             memory: Any = program.memory_analysis()
-            fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
-            extra = max(extra, memory.temp_size_in_bytes + max(0, fresh))
+            new_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
+            extra_bytes = max(extra_bytes, memory.temp_size_in_bytes + max(0, new_bytes))
 
-        def missing(a, held, wanted):
-            return missing_elements(a.shape, held, wanted) * a.dtype.itemsize
+        def device_missing_bytes(a, source_sharding, target_sharding):
+            return missing_elements(a.shape, source_sharding, target_sharding) * a.dtype.itemsize
 
-        least = jax.tree.map(missing, self._together, self._held, self._wanted)
-        total = sum(jax.tree.leaves(_ends(least)))
-        total += sum(times[n] * sum(jax.tree.leaves(of)) for n, of in least["layers"].items())
-        self._report = Report(moved, round(total), extra, tuple(sorted(dtypes)))
+        missing_bytes = jax.tree.map(
+            device_missing_bytes, self._group_shapes, self._source_shardings, self._target_shardings
+        )
+        total = sum(jax.tree.leaves(_non_layer_params(missing_bytes)))
+        total += sum(
+            num_calls[n] * sum(jax.tree.leaves(of)) for n, of in missing_bytes["layers"].items()
+        )
+        self._report = ReshardReport(bytes_moved, round(total), extra_bytes, tuple(sorted(dtypes)))
         return self._report
 
-    def empty(self) -> Params:
-        """Returns zeros in the rollout layout, to be donated to a `reshard`."""
-        layers, ends = self._rooms
-        made = tuple(layers[name]() for name, _ in self._places)
-        jax.block_until_ready(self._indices)  # now: `reshard` moves nothing from the host
-        return {**ends(), "layers": made}
+    def zeros(self) -> Params:
+        """Zeros in the rollout layout, to be donated to the first `reshard`."""
+        layers, ends = self._zeros_programs
+        layer_params = tuple(layers[name]() for name, _ in self._positions)
+        jax.block_until_ready(self._indices)  # now, so that `reshard` makes no host transfer
+        return {**ends(), "layers": layer_params}
 
     def reshard(self, old: Params, params: Params) -> Params:
-        """Returns `params` in the rollout layout and dtype, in the memory of `old`."""
-        if not self._seen:
-            self._given = _abstract(params, jax.tree.map(lambda a: a.sharding, params))
-            self._seen = True
+        """`params` in the rollout layout and dtype, in the memory of `old`, which is donated."""
+        if not self._has_input:
+            self._input_params = _abstract(params, jax.tree.map(lambda a: a.sharding, params))
+            self._has_input = True
         with jax.set_mesh(self.mesh):
             layers = list(old["layers"])
-            for name, i in self._places:
-                of = self._numbers[name]
-                apart = len(of) // self._ways[name]
-                if i >= apart:  # taken with that of the first stage
+            for name, i in self._positions:
+                layer_numbers = self._numbers[name]
+                layers_per_stage = len(layer_numbers) // self._layers_per_program[name]
+                if i >= layers_per_stage:  # resharded with the layer of the first stage
                     continue
-                mine = of[i::apart]
-                before = [layers[number] for number in mine]
-                found = self.layers[name](before, params["layers"][name], self._indices[i])
-                for number, layer in zip(mine, found, strict=True):
+                group = layer_numbers[i::layers_per_stage]
+                old_layers = [layers[number] for number in group]
+                new_layers = self.layer_programs[name](
+                    old_layers, params["layers"][name], self._indices[i]
+                )
+                for number, layer in zip(group, new_layers, strict=True):
                     layers[number] = layer
-            return {**self.ends(_ends(old), _ends(params)), "layers": tuple(layers)}
+            return {
+                **self.non_layer_program(_non_layer_params(old), _non_layer_params(params)),
+                "layers": tuple(layers),
+            }
 
 
 def _first_dim(axes: Params) -> str:
-    """Returns the name of the dim of layers in a tree of dim names."""
+    """Logical name of the leading (layer) dim in a tree of dim names."""
     return jax.tree.leaves(axes, is_leaf=lambda names: isinstance(names, tuple))[0][0]
 
 
-def _ends(tree: Params) -> Params:
+def _non_layer_params(tree: Params) -> Params:
     return {k: v for k, v in tree.items() if k != "layers"}
 
 
@@ -258,30 +287,30 @@ def _cast(tree: Params, dtypes: Callable[[Params], Params]) -> Params:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One exchange of a compiled program."""
+    """A collective of a compiled program."""
 
     kind: str  # XLA's name, e.g. "all-gather"
-    dtypes: tuple[str, ...]  # of what is sent
+    dtypes: tuple[str, ...]  # on the wire
     received_bytes: int  # by each device; an all-reduce is a reduce-scatter and an all-gather
 
 
 def collectives(hlo: str) -> Iterator[Collective]:
-    """Yields the collectives in the text of a compiled program, each as often as it is written.
+    """Yields the collectives in the HLO text of a compiled program, once per occurrence.
 
     >>> line = "%a = bf16[8,4]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], dimensions={0}"
     >>> [(c.kind, c.received_bytes) for c in collectives(line)]
     [('all-gather', 48)]
     """
     partitions = re.search(r"num_partitions=(\d+)", hlo)
-    everybody = int(partitions[1]) if partitions else 1
-    for found in _COLLECTIVE.finditer(hlo):
+    num_devices = int(partitions[1]) if partitions else 1
+    for match in _COLLECTIVE.finditer(hlo):
         arrays = [
             (dtype, math.prod(int(n) for n in dims.split(",") if n) * int(bits) // 8)
-            for dtype, bits, dims in _ARRAY.findall(found["result"])
+            for dtype, bits, dims in _ARRAY.findall(match["result"])
         ]
-        kind, group = found["kind"], _group_size(found["rest"], everybody)
+        kind, group = match["kind"], _group_size(match["rest"], num_devices)
         total = sum(size for _, size in arrays)
-        if found["start"]:  # its text has the inputs beside the outputs
+        if match["start"]:  # an async start lists its inputs with its outputs
             total = total * group // (group + 1) if kind == "all-gather" else total // 2
         received = {
             "all-gather": total * (group - 1) // group,
@@ -294,28 +323,33 @@ def collectives(hlo: str) -> Iterator[Collective]:
         yield Collective(kind, tuple(sorted({dtype for dtype, _ in arrays})), received[kind])
 
 
-def _group_size(attributes: str, everybody: int) -> int:
-    found = _GROUPS.search(attributes)
-    if not found:
-        return everybody
-    if found["size"]:
-        return int(found["size"])
-    if found["list"] is not None:
-        return len(found["list"].split(","))
-    sizes = dict(re.findall(r"'(\w+)'=(\d+)", found["axes"]))
-    return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found["along"]))
+def _group_size(attributes: str, num_devices: int) -> int:
+    match = _GROUPS.search(attributes)
+    if not match:
+        return num_devices
+    if match["size"]:
+        return int(match["size"])
+    if match["list"] is not None:
+        return len(match["list"].split(","))
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", match["axes"]))
+    return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", match["along"]))
 
 
 def missing_elements(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> float:
-    """Returns the elements that a device has in the target but not in the source, on average."""
-    held: Mapping = source.devices_indices_map(shape)
-    wanted: Mapping = target.devices_indices_map(shape)
+    """Elements that a device has in the target but not in the source sharding, on average."""
+    source_indices: Mapping = source.devices_indices_map(shape)
+    target_indices: Mapping = target.devices_indices_map(shape)
 
-    def volume(*slices: tuple[slice, ...]) -> int:  # of what all of them have in common
+    def volume(*slices: tuple[slice, ...]) -> int:  # of the intersection
         dims = zip(shape, *slices, strict=True)
         spans = [[range(size)[part] for part in parts] for size, *parts in dims]
         return math.prod(
-            max(0, min(s.stop for s in of_dim) - max(s.start for s in of_dim)) for of_dim in spans
+            max(0, min(s.stop for s in spans_of_dim) - max(s.start for s in spans_of_dim))
+            for spans_of_dim in spans
         )
 
-    return float(np.mean([volume(part) - volume(part, held[d]) for d, part in wanted.items()]))
+    return float(
+        np.mean(
+            [volume(part) - volume(part, source_indices[d]) for d, part in target_indices.items()]
+        )
+    )

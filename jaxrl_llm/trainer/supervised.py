@@ -1,11 +1,12 @@
-"""Learning from given answers: fine-tuning, preferences (DPO), reward models.
+"""Supervised training: fine-tuning, preferences (DPO), reward models.
 
     repeat
         rows ~ D                        batch       data/datasets.py, learner/objectives.py
         log pi_ref at the rows          reference   learner/objectives.py
         theta <- theta - lr grad L      update      learner/update.py
 
-Each is a job of its own. Two are stages before RL: the warm start, reward models without a folder.
+Each is a job of its own; two also run as stages before RL: the warm start, and reward models that
+have no folder.
 """
 
 import dataclasses
@@ -25,30 +26,30 @@ from jaxrl_llm.config import ConfigError, JobConfig, RLConfig, SFTConfig, Superv
 from jaxrl_llm.config.job import RewardModelingConfig
 from jaxrl_llm.data import datasets
 from jaxrl_llm.data.files import read_rows
-from jaxrl_llm.data.formats import pair_of
+from jaxrl_llm.data.formats import preference_dialogues
 from jaxrl_llm.data.messages import role_aliases
 from jaxrl_llm.data.streams import Rows, Stream
-from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner import objectives, planned, stored, update
-from jaxrl_llm.learner import sampler as sampler_lib
+from jaxrl_llm.learner import job_models, layer_restacking, objectives, update
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.learner.batches import Packer, padding_share
-from jaxrl_llm.learner.models import Models
-from jaxrl_llm.learner.objectives import Batch, Objective, Row
+from jaxrl_llm.learner.job_models import Models
+from jaxrl_llm.learner.objectives import Objective, Row, SupervisedBatch
 from jaxrl_llm.learner.weights import Trainable
 from jaxrl_llm.metrics import statistics
-from jaxrl_llm.metrics.clock import Clock
+from jaxrl_llm.metrics.timers import Clock
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.planning import resolve_sizes
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.rewards import truth_checks
-from jaxrl_llm.sharding import hosts, telling
+from jaxrl_llm.sampling import policy_sampler
+from jaxrl_llm.sharding import kv_store_broadcast, multihost
 from jaxrl_llm.sharding import mesh as mesh_lib
-from jaxrl_llm.trainer.evaluate import Evaluator, HeldOut
-from jaxrl_llm.trainer.run import Run
+from jaxrl_llm.trainer.evaluation import Evaluator, HeldOutLoss
+from jaxrl_llm.trainer.run import TrainingRun
 from jaxrl_llm.types import Weights
 
-# By the name of the job.
+# By job name.
 _OBJECTIVES: Mapping[str, Callable[[Any, Models], Objective]] = {
     "sft": objectives.sft,
     "dpo": objectives.dpo,
@@ -59,252 +60,274 @@ _OBJECTIVES: Mapping[str, Callable[[Any, Models], Objective]] = {
 Job = TypeVar("Job", bound=SupervisedConfig)
 
 
-class Start(NamedTuple):
-    """The weights that a job begins with."""
+class InitialWeights(NamedTuple):
+    """The initial weights of a job."""
 
     trained: Params
-    base: Params  # what adapters are added to; empty without adapters
+    base: Params  # base weights of adapters; empty without adapters
     reference: Params  # frozen; empty without one
 
 
-# evaluate(state, completed steps, clock): numbers of held-out rows and of sampled answers
+# evaluate(state, completed steps, clock): metrics of held-out rows and of sampled answers
 Evaluate = Callable[[Trainable, int, Clock], Mapping[str, float]]
 
 
 def train(config: SupervisedConfig, workdir: str | os.PathLike[str]) -> Trainable:
-    """Returns a policy or a reward model after `config.trainer.num_steps` updates.
+    """Trains a policy or a reward model for `config.trainer.num_steps` updates and returns it.
 
     With LoRA its parameters are the adapters. Resumes from the last checkpoint in `workdir`, and
     raises, as `rl.train` does.
     """
-    config = planned.of_supervised(config, workdir)
-    with Run(config, workdir) as run:
-        models, objective, rows, held_out, prompts, planned_bytes = _checked(config)
+    config = resolve_sizes.resolve_supervised(config, workdir)
+    with TrainingRun(config, workdir) as run:
+        models, objective, rows, held_out, prompts, planned_bytes = _run_checks(config)
         run.claim(models, prompts, planned_bytes=planned_bytes)
-        params = weights_lib.initial(config, models)
+        params = weights_lib.initial_params(config, models)
         reference: Params = {}
         if config.reference_folder is not None:
-            reference = weights_lib.first_reference(config, models, params)
-        given = config, objective.network, objective.mesh, params
-        start = Start(*weights_lib.divided(*given), reference)
-        evaluate = _evaluation(config, models, objective, start, held_out, prompts, run)
-        return learn(objective, rows, start, run, evaluate)
+            reference = weights_lib.initial_reference(config, models, params)
+        trained, base = weights_lib.split_trainable(
+            config, objective.network, objective.mesh, params
+        )
+        start = InitialWeights(trained, base, reference)
+        evaluate = _make_evaluate(config, models, objective, start, held_out, prompts, run)
+        return run_updates(objective, rows, start, run, evaluate)
 
 
 def check(config: Job, workdir: str | os.PathLike[str]) -> Job:
-    """Checks all that `train` does before it begins; returns the config with its chosen sizes."""
-    config = planned.of_supervised(config, workdir)
-    with Run(config, workdir):
-        _checked(config)
+    """Runs the checks of `train` without training; returns the config with all sizes resolved."""
+    config = resolve_sizes.resolve_supervised(config, workdir)
+    with TrainingRun(config, workdir):
+        _run_checks(config)
     return config
 
 
-class _Checked(NamedTuple):
-    """What the checks before a job found."""
+class _CheckedJob(NamedTuple):
+    """The results of the checks before a job."""
 
     models: Models
     objective: Objective
     rows: Rows[Row]
     held_out: Sequence[Row]
-    prompts: datasets.Dataset  # held out, to be answered
+    prompts: datasets.Dataset  # held-out prompts to sample answers for
     planned_bytes: float
 
 
-def _checked(config: SupervisedConfig) -> _Checked:
-    """Checks all that a job needs, and reads its rows; allocates and writes nothing."""
-    models = models_lib.of_job(config)
+def _run_checks(config: SupervisedConfig) -> _CheckedJob:
+    """Checks everything a job needs and reads its rows; allocates and writes nothing."""
+    models = job_models.make_models(config)
     objective = _OBJECTIVES[config.job](config, models)
     weights_lib.check_folders(config, models, [(config.reference_folder or "", models.policy)])
     rows = objective.rows("train")
     _check_longest(config, rows)
     held_out: Sequence[Row] = ()
     prompts = datasets.Dataset(())
-    if config.evaluation.wanted and config.has_held_out:
-        of_eval = objective.rows("eval")
-        assert isinstance(of_eval, Sequence), "held-out rows are read at the start"
-        held_out = of_eval[: config.evaluation.num_prompts or None]
+    if config.evaluation.is_enabled and config.has_held_out:
+        eval_rows = objective.rows("eval")
+        assert isinstance(eval_rows, Sequence), "held-out rows are read at the start"
+        held_out = eval_rows[: config.evaluation.num_prompts or None]
         _check_longest(config, held_out)
         if config.answers_prompts:
             tokenizer, seed = models.tokenizer, config.seed
             prompts = datasets.load_dataset(
-                config.data, tokenizer, "eval", seed, pictures=models.pictures
+                config.data, tokenizer, "eval", seed, pictures=models.image_processor
             )
             as_rl = config.as_rl()
             rewards = as_rl.rewards
-            prompts = truth_checks.readable({"eval": (prompts, rewards)})["eval"]
-            rewards_lib.check(rewards, prompts.prompts)
-            models_lib.check_stop_tokens(as_rl, models.policy.shape)
-    return _Checked(
-        models, objective, rows, held_out, prompts, planned.check(config, jax.devices())
+            prompts = truth_checks.without_unreadable_truths({"eval": (prompts, rewards)})["eval"]
+            rewards_lib.check_rewards(rewards, prompts.prompts)
+            job_models.check_stop_tokens(as_rl, models.policy.shape)
+            policy_sampler.check(as_rl, models)
+    return _CheckedJob(
+        models,
+        objective,
+        rows,
+        held_out,
+        prompts,
+        resolve_sizes.check_memory(config, jax.devices()),
     )
 
 
-def learn(
+def run_updates(
     objective: Objective,
     rows: Rows[Row],
-    start: Start,
-    run: Run,
+    start: InitialWeights,
+    run: TrainingRun,
     evaluate: Evaluate = lambda state, step, clock: {},
 ) -> Trainable:
-    """Returns the parameters after the updates of a job, from its last checkpoint on."""
+    """Runs the updates of a job from its last checkpoint; returns the trained state."""
     config, name, mesh = run.config, objective.name, objective.mesh
     stream = Stream(rows, config.seed, config.data.shuffle, config.data.num_workers)
-    split = mesh_lib.row_shards(mesh)
-    packer = Packer(config.microbatch_tokens, *split, stages=mesh.shape["stage"])
+    shards = mesh_lib.num_row_shards(mesh)
+    packer = Packer(config.microbatch_tokens, *shards, stages=mesh.shape["stage"])
     optimizer = config.trainer.optimizer
-    state = weights_lib.trainable(start.trained, optimizer, config.num_updates, mesh)
+    state = weights_lib.make_trainable(start.trained, optimizer, config.num_updates, mesh)
     state = run.resume(state, stream, packer)
-    complete = objectives.completion(objective, start.reference)
+    complete = objectives.reference_log_prob_adder(objective, start.reference)
     step_program = _update_program(config, objective, state)
-    if run.evaluates(0):
+    if run.should_evaluate(0):
         run.writer.write(0, evaluate(state, 0, Clock()))
     for step in run.steps():
-        clock = run.begin(step, state)
-        taken = stream.take(config.sequences_per_update)
-        batch = Batch.of(taken, packer, models=objective.models)
+        clock = run.begin_step(step, state)
+        rows_of_batch = stream.take(config.sequences_per_update)
+        batch = SupervisedBatch.from_rows(rows_of_batch, packer, models=objective.models)
         batch = complete(batch, clock)
-        run.hold()
+        run.commit_step()
         with clock("update") as watch, jax.set_mesh(mesh):
-            state, of_update = step_program(state, start.base, batch)
-            watch(of_update)
-        of_evaluation = evaluate(state, step, clock) if run.evaluates(step) else {}
-        numbers = {**of_update, **clock.seconds()}
-        numbers |= statistics.of_memory(list(mesh.devices.flat), run.planned_bytes)
-        numbers["perf/padding_share"] = padding_share(batch.packed)
+            state, update_metrics = step_program(state, start.base, batch)
+            watch(update_metrics)
+        eval_metrics = evaluate(state, step, clock) if run.should_evaluate(step) else {}
+        metrics = {**update_metrics, **clock.seconds()}
+        metrics |= statistics.memory_metrics(list(mesh.devices.flat), run.planned_bytes)
+        metrics["perf/padding_share"] = padding_share(batch.packed)
         num_tokens = float(np.sum(batch.lengths))
-        numbers["perf/total_num_tokens"] = num_tokens
-        numbers["perf/throughput"] = num_tokens / (numbers["timing_s/step"] * mesh.size)
-        run.end(step, state, numbers, of_evaluation)
-        if step % 50 == 1 or step == run.total:
-            loss = float(telling.fetched(of_update[f"{name}/loss"]))
-            logging.info("%s: update %d of %d, loss %.4f", name, step, run.total, loss)
-    if skipped := run.total - int(telling.fetched(state.num_updates)):
+        metrics["perf/total_num_tokens"] = num_tokens
+        metrics["perf/throughput"] = num_tokens / (metrics["timing_s/step"] * mesh.size)
+        run.end_step(step, state, metrics, eval_metrics)
+        if step % 50 == 1 or step == run.total_steps:
+            loss = float(kv_store_broadcast.device_get(update_metrics[f"{name}/loss"]))
+            logging.info("%s: update %d of %d, loss %.4f", name, step, run.total_steps, loss)
+    if num_skipped := run.total_steps - int(kv_store_broadcast.device_get(state.num_updates)):
         logging.warning(
-            f"{name}: {skipped} of {run.total} updates were skipped, their results were not"
+            f"{name}: {num_skipped} of {run.total_steps} updates were skipped, their results"
+            " were not"
             " finite; lower the learning rate, or raise the optimizer's eps"
         )
     return state
 
 
 def _update_program(config: JobConfig, objective: Objective, state: Trainable):
-    """Returns `(state, base, batch) -> (state, metrics)`, jitted; the old state is consumed."""
+    """A jitted `(state, base, batch) -> (state, metrics)`; consumes the old state."""
     shardings = jax.tree.map(lambda a: a.sharding, state), mesh_lib.replicated(objective.mesh)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
-    def step(state: Trainable, base: Params, batch: Batch):
-        state, found = update.take_update(
+    def step(state: Trainable, base: Params, batch: SupervisedBatch):
+        state, update_outputs = update.optimizer_step(
             state,
             config.trainer.optimizer,
             config.num_updates,
             batch.packed,
-            objective.reader(batch),
-            lambda params, microbatch: objective.loss(lora.joined(base, params), microbatch, batch),
+            objective.forward_spec(batch),
+            lambda params, microbatch: objective.loss(
+                lora.combine_params(base, params), microbatch, batch
+            ),
             config.model.compute_dtype,
             objective.name,
-            whole=functools.partial(lora.joined, base),
+            merge_params=functools.partial(lora.combine_params, base),
         )
         shape = objective.network.shape
-        return update.after_routers(config.router, shape, state, found, objective.name)
+        return update.with_router_update(
+            config.router, shape, state, update_outputs, objective.name
+        )
 
     return step
 
 
-def _evaluation(
+def _make_evaluate(
     config: SupervisedConfig,
     models: Models,
     objective: Objective,
-    start: Start,
+    start: InitialWeights,
     held_out: Sequence[Row],
     prompts: datasets.Dataset,
-    run: Run,
+    run: TrainingRun,
 ) -> Evaluate:
-    """Returns what evaluates on held-out rows, and samples and scores answers to `prompts`."""
+    """A function that evaluates held-out rows, and samples and scores answers to `prompts`."""
     if not held_out:
         return lambda state, step, clock: {}
     mesh = objective.mesh
-    split = mesh_lib.row_shards(mesh)
-    packer = Packer(config.microbatch_tokens, *split, stages=mesh.shape["stage"])
-    complete = objectives.completion(objective, start.reference)
-    measure = HeldOut(objective, held_out, config.trainer.batch_size, packer, complete)
+    shards = mesh_lib.num_row_shards(mesh)
+    packer = Packer(config.microbatch_tokens, *shards, stages=mesh.shape["stage"])
+    complete = objectives.reference_log_prob_adder(objective, start.reference)
+    measure = HeldOutLoss(objective, held_out, config.trainer.batch_size, packer, complete)
     if not prompts:
         return lambda state, step, clock: measure(state.params, start.base, clock)
     as_rl = config.as_rl()
-    sampler = sampler_lib.build(as_rl, models, start.base)
-    scorer = run.enter_context(rewards_lib.Scorer(as_rl.rewards, {}))
+    sampler = policy_sampler.make_sampler(as_rl, models, start.base)
+    scorer = run.enter_context(rewards_lib.RolloutScorer(as_rl.rewards, {}))
     key = jax.random.fold_in(jax.random.key(config.seed), 2**31)
-    ask = Evaluator(as_rl, sampler, prompts, scorer.score, key)
+    evaluate_answers = Evaluator(as_rl, sampler, prompts, scorer.score, key)
 
     def evaluate(state: Trainable, step: int, clock: Clock) -> Mapping[str, float]:
-        found = measure(state.params, start.base, clock)
-        # The copy that samples is made for each evaluation: between them its memory is free.
-        return {**found, **ask(Weights(sampler.weights(state.params), step), clock)}
+        loss_metrics = measure(state.params, start.base, clock)
+        # The rollout copy of the weights is made per evaluation, so its memory is free in between.
+        return {
+            **loss_metrics,
+            **evaluate_answers(Weights(sampler.weights(state.params), step), clock),
+        }
 
     return evaluate
 
 
 def _check_longest(config: SupervisedConfig, rows: Rows[Row]) -> None:
-    longest, most = objectives.longest(rows), config.max_sequence_tokens
-    budget, needed = config.microbatch_tokens, objectives.width_of(rows)
-    if longest > most:
+    longest, max_tokens = objectives.longest_row(rows), config.max_sequence_tokens
+    budget, row_width = config.microbatch_tokens, objectives.packed_width(rows)
+    if longest > max_tokens:
         raise ConfigError(
             f"config.trainer.max_sequence_tokens: the longest row has {longest} tokens, more than"
-            f" {most}; raise it, or leave such rows out"
+            f" {max_tokens}; raise it, or leave such rows out"
         )
-    if needed > budget:
+    if row_width > budget:
         raise ConfigError(
             f"config.trainer.max_tokens_per_microbatch: {budget} cannot hold the longest row of"
-            f" {longest} tokens; use at least {needed}"
+            f" {longest} tokens; use at least {row_width}"
         )
 
 
 # Stages before RL.
 
 
-def warm_start(config: RLConfig, models: Models, run: Run) -> Params:
-    """Returns the policy that RL begins with: after the warm start, if there is one."""
+def warm_start(config: RLConfig, models: Models, run: TrainingRun) -> Params:
+    """The initial policy of RL: after the warm start, if the config has one."""
     initial = functools.partial(weights_lib.initial_policy, config, models)
     if not config.warm_start.num_steps:
         return initial()
     abstract = weights_lib.abstract_params(models.policy, models.mesh)
     objective = objectives.sft(config, models)
     job = functools.partial(config.stage, config.warm_start, SFTConfig)
-    return _stage(run, "warm_start", models, job, objective, abstract, initial)
+    return _run_stage(run, "warm_start", models, job, objective, abstract, initial)
 
 
-def reward_models(config: RLConfig, models: Models, policy: Params, run: Run) -> dict[str, Params]:
-    """Returns the parameters of every reward and cost model without a folder, by name.
+def reward_models(
+    config: RLConfig, models: Models, policy: Params, run: TrainingRun
+) -> dict[str, Params]:
+    """Trains every reward and cost model without a folder; returns their parameters by name.
 
-    Each begins as the policy with a score head of zeros, and learns from its own preference pairs.
+    Each starts from the policy with a zero score head and trains on its own preference pairs.
     """
     abstract = weights_lib.abstract_params(models.value, models.meshes["reward"])
-    initial = functools.partial(weights_lib.scalar_from_policy, models, policy, "reward")
-    found = {}
-    for name, own in _with_pairs(config).items():
+    initial = functools.partial(weights_lib.scalar_head_from_policy, models, policy, "reward")
+    params_by_name = {}
+    for name, model_config in _reward_model_configs(config).items():
         costs = name in config.rewards.cost_models
-        objective = objectives.reward_model(own, models, name, costs)
-        job = functools.partial(own.stage, config.preference, RewardModelingConfig)
+        objective = objectives.reward_model(model_config, models, name, costs)
+        job = functools.partial(model_config.stage, config.preference, RewardModelingConfig)
         folder = f"reward_models/{name}"
-        found[name] = _stage(run, folder, models, job, objective, abstract, initial)
-    return found
+        params_by_name[name] = _run_stage(run, folder, models, job, objective, abstract, initial)
+    return params_by_name
 
 
-def check_pairs(config: RLConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Raises DataError if a row that a reward or cost model learns from is no pair.
+def check_preference_pairs(
+    config: RLConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """Raises DataError if a row that a reward or cost model trains on is not a pair.
 
-    With the tokenizer also if its chat template would leave out something of it.
+    With the tokenizer, also if its chat template would drop part of the row.
     """
-    for own in _with_pairs(config).values():
-        if own.data.task == "files" and not own.data.stream:
-            for where, row in read_rows(own.data.train_files):
-                roles = role_aliases(own.data.role_aliases)
-                for dialogue in pair_of(row, where, own.data.prompt_column, roles):
+    for model_config in _reward_model_configs(config).values():
+        if model_config.data.task == "files" and not model_config.data.stream:
+            for where, row in read_rows(model_config.data.train_files):
+                roles = role_aliases(model_config.data.role_aliases)
+                for dialogue in preference_dialogues(
+                    row, where, model_config.data.prompt_column, roles
+                ):
                     if tokenizer is not None:
-                        datasets.check_shown(own.data, tokenizer, dialogue)
+                        datasets.check_shown(model_config.data, tokenizer, dialogue)
 
 
-def _with_pairs(config: RLConfig) -> dict[str, RLConfig]:
-    """Returns, by name, each model without a folder as the config with the pairs it learns from."""
-    found = {}
+def _reward_model_configs(config: RLConfig) -> dict[str, RLConfig]:
+    """For each model without a folder, by name: the config with the pairs that it trains on."""
+    configs = {}
     for name, model in {**config.rewards.models, **config.rewards.cost_models}.items():
         data = config.data
         if model.pairs:
@@ -317,32 +340,34 @@ def _with_pairs(config: RLConfig) -> dict[str, RLConfig]:
                 last_train_weights_after=0,
             )
         if not model.path:
-            found[name] = dataclasses.replace(config, data=data)
-    return found
+            configs[name] = dataclasses.replace(config, data=data)
+    return configs
 
 
-def _stage(
-    run: Run,
+def _run_stage(
+    run: TrainingRun,
     folder: str,
     models: Models,
-    make_job: Callable[[int], SupervisedConfig],  # from the tokens of its longest row
+    make_job: Callable[[int], SupervisedConfig],  # from the token count of its longest row
     objective: Objective,
     abstract: Params,
     initial: Callable[[], Params],
 ) -> Params:
-    """Returns the product of a stage, trained now from `initial()` or in an earlier start."""
+    """The parameters of a stage: trained now from `initial_params()`, or read from an earlier
+    start.
+    """
     product = run.workdir / folder / "product"
     if product.exists():
         load = functools.partial(saver.load_tree, product)
-        return stored.restored(load, abstract, models.policy.shape)[0]
+        return layer_restacking.restore_restacked(load, abstract, models.policy.shape)[0]
     rows = objective.rows("train")
-    stage = make_job(objectives.longest(rows))
+    stage = make_job(objectives.longest_row(rows))
     _check_longest(stage, rows)
-    with Run(stage, product.parent, run) as inner:
-        inner.claim(models)
-        params = learn(objective, rows, Start(initial(), {}, {}), inner).params
-    layers = {stored.KEY: stored.numbers(models.policy.shape)}
+    with TrainingRun(stage, product.parent, run) as stage_run:
+        stage_run.claim(models)
+        params = run_updates(objective, rows, InitialWeights(initial(), {}, {}), stage_run).params
+    layers = {layer_restacking.LAYERS_KEY: layer_restacking.layers_by_stack(models.policy.shape)}
     saver.save_tree(product, params, {"num_steps": stage.trainer.num_steps, **layers})
-    if hosts.is_first():
-        shutil.rmtree(product.parent / "checkpoints")  # the product is all that RL needs of it
+    if multihost.is_first():
+        shutil.rmtree(product.parent / "checkpoints")  # RL needs only the product
     return params

@@ -1,5 +1,5 @@
-"""Looks at runs: curves, samples, alerts, memory; as a web page, a picture, or in a terminal.
+"""A viewer of runs: curves, samples, alerts, memory; on a web page, in a PNG, in a terminal.
 
-It reads files of runs (`metrics.jsonl`, `rollouts/`) while they are written, and no library of a
-run: it starts at once, on a machine without an accelerator too.
+It reads the files of a run (`metrics.jsonl`, `rollouts/`) while they are written, and imports no
+training library: it starts at once, also on a machine without an accelerator.
 """

@@ -1,4 +1,4 @@
-"""The files of a run as numbers and samples; read anew only where they have grown."""
+"""Metrics and samples of a run, read from its files incrementally."""
 
 import array
 import collections
@@ -14,8 +14,8 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.text import json_value
 
-# What to show first, in this order: title, names of which the first that exists is shown.
-CURVES: Sequence[tuple[str, Sequence[str]]] = (
+# The curves shown first, in this order: title, metrics of which the first available is shown.
+DEFAULT_CURVES: Sequence[tuple[str, Sequence[str]]] = (
     ("reward", ("critic/score/mean", "critic/rewards/mean")),
     ("loss", ("sft/loss", "dpo/loss", "reward_model/loss", "actor/pg_loss")),
     ("KL to the start of the step", ("actor/ppo_kl",)),
@@ -27,32 +27,36 @@ CURVES: Sequence[tuple[str, Sequence[str]]] = (
     ("seconds of a step", ("timing_s/step",)),
     ("tokens per second and device", ("perf/throughput",)),
 )
-# Planned and measured memory, GiB.
-MEMORY = ("perf/planned_memory_gb", "perf/max_memory_allocated_gb", "perf/max_cpu_memory_used_gb")
-MOST_POINTS = 800  # of a curve, on a screen
+# Planned and measured memory in GiB.
+MEMORY_METRICS = (
+    "perf/planned_memory_gb",
+    "perf/max_memory_allocated_gb",
+    "perf/max_cpu_memory_used_gb",
+)
+MAX_POINTS = 800  # of a curve
 _MAX_NUMBER = 2**53  # of steps: larger integers are not exact in a browser
-# What the page takes for a number, null where it was not finite, and for a list of numbers.
-_NUMBERS = ("score", "num_tokens")
-_LISTS = ("tokens", "mask", "log_probs", "rollout_log_probs", "advantages", "versions")
-_SHOWN = 400  # characters of texts in a list of samples
+# Fields that the page draws as a number (null: not finite) and as a list of numbers.
+_NUMBER_FIELDS = ("score", "num_tokens")
+_LIST_FIELDS = ("tokens", "mask", "log_probs", "rollout_log_probs", "advantages", "versions")
+_SUMMARY_CHARACTERS = 400  # of each text in a list of samples
 
 
-class NotARun(UserError, ValueError):
-    """A folder that holds no run."""
+class NotARunError(UserError, ValueError):
+    """The folder does not contain a run."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Filter:
-    """Which samples of a step are wanted."""
+class SampleFilter:
+    """A query for samples: conditions, and the order of the results."""
 
-    text: str = ""  # in input or output, upper or lower case
+    text: str = ""  # in input or output, case-insensitive
     min_score: float = -math.inf
     max_score: float = math.inf
     data_source: str = ""  # "": any
     stopped: str = ""  # "yes", "no"; "": any
     order: str = ""  # "score", "-score" or "": as in the file
 
-    def takes(self, sample: Mapping[str, Any]) -> bool:
+    def matches(self, sample: Mapping[str, Any]) -> bool:
         score, text = sample.get("score"), self.text.lower()
         if text and not any(text in str(sample.get(k, "")).lower() for k in ("input", "output")):
             return False
@@ -60,32 +64,32 @@ class Filter:
             return False
         if self.stopped and sample.get("stopped") is not (self.stopped == "yes"):
             return False
-        if score is None:  # was not finite
+        if score is None:  # not finite
             return (self.min_score, self.max_score) == (-math.inf, math.inf)
         return self.min_score <= score <= self.max_score
 
 
-class Run:
-    """A run's folder; its metrics are kept as columns of numbers."""
+class RecordedRun:
+    """The folder of a run; metrics are held in memory as columns of numbers."""
 
     def __init__(self, workdir: str | os.PathLike[str]):
-        """Raises NotARun if the folder is not that of a run."""
+        """Reads the metrics; raises NotARun if the folder does not contain a run."""
         self.path = pathlib.Path(workdir)
         self.name = self.path.absolute().name
         if not any((self.path / name).exists() for name in ("metrics.jsonl", "config.json")):
-            raise NotARun(f"{workdir}: no folder of a run, it has no metrics.jsonl")
-        self._lock = threading.Lock()  # several browsers ask at one time
-        self._begin()
+            raise NotARunError(f"{workdir}: no folder of a run, it has no metrics.jsonl")
+        self._lock = threading.Lock()  # several browsers may ask at the same time
+        self._reset()
         self.refresh()
 
-    def _begin(self) -> None:
-        self.bad_lines = 0  # of metrics.jsonl, which are no records and left out
+    def _reset(self) -> None:
+        self.bad_lines = 0  # of metrics.jsonl, invalid and skipped
         self.columns: dict[str, tuple[array.array, array.array]] = {}  # steps, values
         self.last_step = 0
         self._offset, self._last_line = 0, b""
 
     def refresh(self) -> None:
-        """Reads the lines that were written since; all of them if the run was resumed.
+        """Reads the lines added since the last call, or all of them if the run was resumed.
 
         Raises NotARun if the file cannot be read.
         """
@@ -97,124 +101,129 @@ class Run:
             with (self.path / "metrics.jsonl").open("rb") as file:
                 file.seek(self._offset - len(self._last_line))
                 if file.read(len(self._last_line)) != self._last_line:
-                    self._begin()
+                    self._reset()
                     file.seek(0)
                 for line in file:
                     if not line.endswith(b"\n"):
-                        break  # is being written
+                        break  # still being written
                     self._offset += len(line)
                     self._last_line = line
-                    self._take(line)
+                    self._append(line)
         except FileNotFoundError:
-            self._begin()
+            self._reset()
         except OSError as error:
-            raise NotARun(f"{self.path / 'metrics.jsonl'}: {error.strerror}") from error
+            raise NotARunError(f"{self.path / 'metrics.jsonl'}: {error.strerror}") from error
 
-    def _take(self, line: bytes) -> None:
+    def _append(self, line: bytes) -> None:
         try:
             step, numbers = _metrics_record(line)
         except ValueError:
-            self.bad_lines += 1  # a crash cut it off, or the run did not write it
+            self.bad_lines += 1  # truncated by a crash, or not written by the run
             return
         self.last_step = max(self.last_step, step)
         for name, value in numbers.items():
             if name not in self.columns:
                 self.columns[name] = array.array("q"), array.array("d")
             steps, values = self.columns[name]
-            values.append(value)  # first: a reader goes by the number of steps
+            values.append(value)  # before `dumped_steps`: concurrent readers go by its length
             steps.append(step)
 
-    def curve(self, name: str, most: int = MOST_POINTS) -> tuple[list[int], list[float | None]]:
-        """Returns steps and values; of many points the least and the greatest of each stretch."""
+    def curve(
+        self, name: str, max_points: int = MAX_POINTS
+    ) -> tuple[list[int], list[float | None]]:
+        """Steps and values, downsampled to `max_points`: minimum and maximum of each bucket."""
         steps, values = self.columns.get(name, ((), ()))
-        kept: Sequence[int] = range(len(steps))
-        if len(steps) > most:
-            stretch = -(-2 * len(steps) // most)
-            kept = []
-            for first in range(0, len(steps), stretch):
-                here = range(first, min(first + stretch, len(steps)))
-                known = [i for i in here if values[i] == values[i]] or list(here[:1])
-                extremes = {min(known, key=values.__getitem__), max(known, key=values.__getitem__)}
-                kept.extend(sorted(extremes))
-        return [steps[i] for i in kept], [
-            values[i] if math.isfinite(values[i]) else None for i in kept
+        indices: Sequence[int] = range(len(steps))
+        if len(steps) > max_points:
+            bucket_size = -(-2 * len(steps) // max_points)
+            indices = []
+            for start in range(0, len(steps), bucket_size):
+                bucket = range(start, min(start + bucket_size, len(steps)))
+                not_nan = [i for i in bucket if values[i] == values[i]] or list(bucket[:1])
+                extremes = {
+                    min(not_nan, key=values.__getitem__),
+                    max(not_nan, key=values.__getitem__),
+                }
+                indices.extend(sorted(extremes))
+        return [steps[i] for i in indices], [
+            values[i] if math.isfinite(values[i]) else None for i in indices
         ]
 
     def alerts(self) -> list[dict[str, Any]]:
-        """Returns the alerts that fired, with the first and last step of each and their number."""
-        found = []
+        """The alerts that fired: first and last step, and the number of steps, of each."""
+        summaries = []
         for name, (steps, values) in self.columns.items():
-            if name.startswith("alerts/") and (fired := [
+            if name.startswith("alerts/") and (fired_steps := [
                 step for step, value in zip(steps, values, strict=False) if value > 0
             ]):  # fmt: skip
-                about = {"first": fired[0], "last": fired[-1], "steps": len(fired)}
-                found.append({"alert": name.partition("/")[2], **about})
-        return found
+                span = {"first": fired_steps[0], "last": fired_steps[-1], "steps": len(fired_steps)}
+                summaries.append({"alert": name.partition("/")[2], **span})
+        return summaries
 
     def memory(self) -> dict[str, float]:
-        """Returns the newest finite value of each number of memory, in GiB."""
+        """The newest finite value of each metric in `MEMORY_METRICS`, in GiB."""
         newest = {}
-        for name in MEMORY:
+        for name in MEMORY_METRICS:
             values = self.columns[name][1] if name in self.columns else ()
             finite = (value for value in reversed(values) if math.isfinite(value))
             newest[name] = next(finite, math.nan)
         return {name: value for name, value in newest.items() if math.isfinite(value)}
 
-    def steps(self) -> list[int]:
-        """Returns the steps whose samples were dumped."""
+    def dumped_steps(self) -> list[int]:
+        """The steps with a dump of their samples, ascending."""
         folder = self.path / "rollouts"
         names = os.listdir(folder) if folder.is_dir() else []
         return sorted(int(n[:-6]) for n in names if re.fullmatch(r"[0-9]{1,15}\.jsonl", n))
 
-    def samples(self, step: int) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """Yields line number and sample of a step, None for a line that is no sample.
+    def read_samples(self, step: int) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        """Yields (line number, sample) of a step; the sample is None for an invalid line.
 
-        Nothing if the step was not dumped.
+        Yields nothing if the step has no dump.
         """
         try:
             with (self.path / "rollouts" / f"{step}.jsonl").open("rb") as file:
                 for row, line in enumerate(file):
                     try:
-                        yield row, _sample(line)
+                        yield row, _parsed_sample(line)
                     except ValueError:
                         yield row, None
-        except OSError:  # it is no file, or was removed
+        except OSError:  # not a file, or removed
             return
 
-    def found(
-        self, step: int | None, wanted: Filter, first: int = 0, count: int = 50
+    def search(
+        self, step: int | None, sample_filter: SampleFilter, first: int = 0, count: int = 50
     ) -> dict[str, Any]:
-        """Returns the samples of a step that a filter takes, without their tokens.
+        """The samples of a step that match the filter, without their tokens.
 
-        Without a step it looks through all, the newest first, and stops when it has enough.
+        `step=None` searches all steps, newest first, until `first + count` samples match.
         """
-        rows: list[dict[str, Any]] = []
+        matches: list[dict[str, Any]] = []
         sources: collections.Counter[str] = collections.Counter()
-        steps = [step] if step is not None else self.steps()[::-1]
+        steps = [step] if step is not None else self.dumped_steps()[::-1]
         bad_lines = 0
-        for each in steps:
-            for row, sample in self.samples(each):
+        for step_number in steps:
+            for row, sample in self.read_samples(step_number):
                 if sample is None:
                     bad_lines += 1
                     continue
                 sources[str(sample.get("data_source", ""))] += 1
-                if wanted.takes(sample):
-                    rows.append(_short(sample) | {"row": row, "step": each})
-            if step is None and len(rows) >= first + count:
+                if sample_filter.matches(sample):
+                    matches.append(_summary(sample) | {"row": row, "step": step_number})
+            if step is None and len(matches) >= first + count:
                 break
-        if wanted.order.endswith("score"):
-            rows.sort(key=lambda r: (r["score"] is None, r["score"] or 0.0))
-            rows = rows[::-1] if wanted.order.startswith("-") else rows
+        if sample_filter.order.endswith("score"):
+            matches.sort(key=lambda r: (r["score"] is None, r["score"] or 0.0))
+            matches = matches[::-1] if sample_filter.order.startswith("-") else matches
         return {
-            "total": len(rows),
-            "samples": rows[first : first + count],
+            "total": len(matches),
+            "samples": matches[first : first + count],
             "data_sources": sorted(sources),
             "bad_lines": bad_lines,
         }
 
-    def sample(self, step: int, row: int) -> dict[str, Any]:
-        """Returns one sample whole; empty if there is none."""
-        for number, sample in self.samples(step):
+    def read_sample(self, step: int, row: int) -> dict[str, Any]:
+        """One sample with all its fields; empty if there is none."""
+        for number, sample in self.read_samples(step):
             if number == row:
                 return sample or {}
         return {}
@@ -225,9 +234,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _metrics_record(line: bytes) -> tuple[int, dict[str, float]]:
-    """The step and the numbers of a line of `metrics.jsonl`, NaN for those that were not finite.
+    """Step and metrics of a line of `metrics.jsonl`; NaN for values that were not finite.
 
-    Raises ValueError if it is anything else.
+    Raises ValueError for an invalid line.
     """
     record = json_value(line)
     if not isinstance(record, dict) or not isinstance(record.get("data"), dict):
@@ -246,25 +255,25 @@ def _metrics_record(line: bytes) -> tuple[int, dict[str, float]]:
     return int(step), numbers
 
 
-def _sample(line: bytes) -> dict[str, Any]:
-    """The sample of a line of a dump, of the types that the page draws; else a ValueError."""
+def _parsed_sample(line: bytes) -> dict[str, Any]:
+    """The sample in a line of a dump, its types checked; raises ValueError."""
     sample = json_value(line)
     if not isinstance(sample, dict):
         raise ValueError("no sample")
-    numbers = [[sample.get(name)] for name in _NUMBERS]
-    for name in _LISTS:
+    numbers = [[sample.get(name)] for name in _NUMBER_FIELDS]
+    for name in _LIST_FIELDS:
         if not isinstance(values := sample.get(name, []), list):
             raise ValueError(f"{name} is no list")
         numbers.append(values)
     if any({*map(type, values)} - {int, float, bool, type(None)} for values in numbers):
         raise ValueError("a number is none")
-    if not all(isinstance(piece, str) for piece in _list_of(sample, "pieces")):
+    if not all(isinstance(piece, str) for piece in _list_field(sample, "pieces")):
         raise ValueError("pieces are no texts")
     if "pieces" in sample and not all(
-        len(sample.get(n, ())) == len(sample["pieces"]) for n in _LISTS
+        len(sample.get(n, ())) == len(sample["pieces"]) for n in _LIST_FIELDS
     ):
         raise ValueError("pieces and tokens differ in number")
-    for turn in _list_of(sample, "messages") + _list_of(sample, "turns"):
+    for turn in _list_field(sample, "messages") + _list_field(sample, "turns"):
         if not isinstance(turn, dict) or not isinstance(turn.get("tool_calls") or [], list):
             raise ValueError("messages are none")
         if not all(isinstance(call, dict) for call in turn.get("tool_calls") or []):
@@ -272,26 +281,30 @@ def _sample(line: bytes) -> dict[str, Any]:
     return sample
 
 
-def _list_of(sample: Mapping[str, Any], name: str) -> list[Any]:
+def _list_field(sample: Mapping[str, Any], name: str) -> list[Any]:
     values = sample.get(name) or []
     if not isinstance(values, list):
         raise ValueError(f"{name} is no list")
     return values
 
 
-def _short(sample: Mapping[str, Any]) -> dict[str, Any]:
-    short = {key: str(sample.get(key, ""))[:_SHOWN] for key in ("input", "output", "gts")}
-    kept = ("score", "data_source", "num_tokens", "stopped", "terms")
-    marks = {key: sample[key] for key in ("failure", "left_out") if sample.get(key)}
-    return short | {key: sample.get(key) for key in kept} | marks
+def _summary(sample: Mapping[str, Any]) -> dict[str, Any]:
+    short = {
+        key: str(sample.get(key, ""))[:_SUMMARY_CHARACTERS] for key in ("input", "output", "gts")
+    }
+    copied_keys = ("score", "data_source", "num_tokens", "stopped", "terms")
+    failure_fields = {key: sample[key] for key in ("failure", "left_out") if sample.get(key)}
+    return short | {key: sample.get(key) for key in copied_keys} | failure_fields
 
 
-def chosen_curves(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Returns title and metric of the curves to show first, of each run the one that it has."""
-    known = {name for run in runs for name in run.columns}
-    found = []
-    for title, names in CURVES:
-        wanted = {next((name for name in names if name in run.columns), "") for run in runs}
-        found += [(title, name) for name in names if name in wanted]
-    held_out = [name for name in sorted(known) if name.startswith(("val-core/", "val/"))]
-    return found + [(name, name) for name in held_out[:4]]
+def default_curves(runs: Sequence[RecordedRun]) -> list[tuple[str, str]]:
+    """(title, metric) of the curves to show first; of alternatives, each run's first available."""
+    metric_names = {name for run in runs for name in run.columns}
+    curves = []
+    for title, names in DEFAULT_CURVES:
+        first_available = {
+            next((name for name in names if name in run.columns), "") for run in runs
+        }
+        curves += [(title, name) for name in names if name in first_available]
+    validation = [name for name in sorted(metric_names) if name.startswith(("val-core/", "val/"))]
+    return curves + [(name, name) for name in validation[:4]]

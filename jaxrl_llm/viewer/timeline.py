@@ -1,4 +1,4 @@
-"""What the devices of a run did, and when, by the trace that `profiler.*` leaves in its folder."""
+"""A timeline of a run's devices, from the trace that `profiler.*` writes into its folder."""
 
 import collections
 import dataclasses
@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 
-# What programs are for: the kinds of the legend, in its order, with a colour and their names.
-KINDS: Mapping[str, tuple[str, str]] = {
+# Kinds of programs in the order of the legend: colour, pattern of the names of their programs.
+PROGRAM_KINDS: Mapping[str, tuple[str, str]] = {
     "sample": ("#4477aa", r"(generate|inner)"),
     "read prompts": ("#66ccee", r"(read|prefill|extend|insert|move|release|empty)"),
     "score": ("#ccbb44", r"(of_\w+|_estimate\w*|estimate\w*)"),
@@ -19,16 +19,16 @@ KINDS: Mapping[str, tuple[str, str]] = {
     "hand over weights": ("#ee6677", r"(layer|ends|<lambda>|_lambda_?|lambda)"),
     "other": ("#bbbbbb", r".*"),
 }
-_HANDS_OVER = "reshard"  # a phase of the loop: the next version of the weights
+_RESHARD_PHASE = "reshard"  # phase of the loop that hands new weights to the rollout engine
 
 
 class NoTraceError(UserError, ValueError):
-    """A folder of a run without a trace."""
+    """The run has no trace."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Busy:
-    """One run of a program on one device, from its first operation to its last."""
+class ProgramRun:
+    """One execution of a program on one device, from its first operation to its last."""
 
     program: str
     device: int
@@ -38,17 +38,17 @@ class Busy:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What one process recorded."""
+    """The trace of one process."""
 
-    busy: Sequence[Busy]
-    handed_over_s: Sequence[float]  # when the loop asked for new weights in the rollout layout
+    program_runs: Sequence[ProgramRun]
+    reshard_times_s: Sequence[float]  # when the loop asked for new weights in the rollout layout
 
 
-def read(workdir: str | os.PathLike[str]) -> list[Trace]:
-    """Returns the trace of each process of a run; times are those of its machine's clock.
+def read_traces(workdir: str | os.PathLike[str]) -> list[Trace]:
+    """The trace of each process of a run; times are in seconds on the clock of its machine.
 
     Raises:
-      NoTraceError: If the run left none.
+      NoTraceError: If the run has none.
     """
     from jax.profiler import ProfileData
 
@@ -63,101 +63,111 @@ def read(workdir: str | os.PathLike[str]) -> list[Trace]:
 
 def _trace(profile) -> Trace:
     operations = collections.defaultdict(list)
-    modules, handed = [], []
+    modules, handed_over = [], []
     for plane in profile.planes:
         device = re.fullmatch(r"/device:\w+:(\d+)(?: .*)?", plane.name)
         for line in plane.lines:
             for event in line.events:
                 begin, end = event.start_ns / 1e9, event.end_ns / 1e9
                 if device and line.name == "XLA Modules":  # as TPUs record programs
-                    modules.append(Busy(_name(event.name), int(device[1]), begin, end))
+                    modules.append(
+                        ProgramRun(_program_name(event.name), int(device[1]), begin, end)
+                    )
                     continue
-                of: dict[str, Any] = dict(event.stats)
-                if "hlo_module" in of and "run_id" in of:
-                    ordinal = of.get("device_ordinal", device[1] if device else 0)
-                    run = _name(str(of["hlo_module"])), int(ordinal or 0), of["run_id"]
-                    operations[run].append((begin, end))
-                elif event.name == _HANDS_OVER:
-                    handed.append(end)
+                stats: dict[str, Any] = dict(event.stats)
+                if "hlo_module" in stats and "run_id" in stats:
+                    ordinal = stats.get("device_ordinal", device[1] if device else 0)
+                    key = (
+                        _program_name(str(stats["hlo_module"])),
+                        int(ordinal or 0),
+                        stats["run_id"],
+                    )
+                    operations[key].append((begin, end))
+                elif event.name == _RESHARD_PHASE:
+                    handed_over.append(end)
     busy = modules or [
-        Busy(program, ordinal, min(begin for begin, _ in times), max(end for _, end in times))
+        ProgramRun(program, ordinal, min(begin for begin, _ in times), max(end for _, end in times))
         for (program, ordinal, _), times in operations.items()
     ]
-    return Trace(sorted(busy, key=lambda run: run.begin_s), sorted(handed))
+    return Trace(sorted(busy, key=lambda run: run.begin_s), sorted(handed_over))
 
 
-def _name(module: str) -> str:
-    """Returns a program's name without the number of its compilation."""
+def _program_name(module: str) -> str:
+    """The name of a program without its compilation id, which is in parentheses."""
     return module.partition("(")[0]
 
 
-def kind(program: str) -> str:
-    """Returns the key of `KINDS` that a program belongs to.
+def program_kind(program: str) -> str:
+    """The key of `PROGRAM_KINDS` that a program belongs to.
 
-    >>> kind("jit_update"), kind("jit_generate"), kind("jit_of_policy"), kind("jit_add")
-    ('learn', 'sample', 'score', 'other')
+    >>> program_kind("jit_update"), program_kind("jit_generate")
+    ('learn', 'sample')
     """
     name = program.removeprefix("jit_")
-    return next(key for key, (_, names) in KINDS.items() if re.fullmatch(names, name))
+    return next(key for key, (_, names) in PROGRAM_KINDS.items() if re.fullmatch(names, name))
 
 
-def spans_of(busy: Iterable[Busy], gap_s: float) -> list[tuple[float, float]]:
-    """Returns when at least one of some programs ran, but for gaps of at most `gap_s`.
+def busy_spans(busy: Iterable[ProgramRun], gap_s: float) -> list[tuple[float, float]]:
+    """(begin, end) of the times in which any of `program_runs` ran; gaps of at most `gap_s` are
+    closed.
 
-    >>> spans_of([Busy("a", 0, 0.0, 2.0), Busy("b", 0, 2.1, 3.0), Busy("c", 0, 5.0, 6.0)], 0.5)
+    >>> times = (0.0, 2.0), (2.1, 3.0), (5.0, 6.0)
+    >>> busy_spans([ProgramRun("a", 0, *span) for span in times], 0.5)
     [(0.0, 3.0), (5.0, 6.0)]
     """
-    found: list[tuple[float, float]] = []
+    spans: list[tuple[float, float]] = []
     for run in sorted(busy, key=lambda run: run.begin_s):
-        if found and run.begin_s - found[-1][1] <= gap_s:
-            found[-1] = found[-1][0], max(found[-1][1], run.end_s)
+        if spans and run.begin_s - spans[-1][1] <= gap_s:
+            spans[-1] = spans[-1][0], max(spans[-1][1], run.end_s)
         else:
-            found.append((run.begin_s, run.end_s))
-    return found
+            spans.append((run.begin_s, run.end_s))
+    return spans
 
 
-def share(busy: Iterable[Busy], begin_s: float, end_s: float) -> float:
-    """Returns the share of a time in which at least one of some programs ran.
+def busy_share(busy: Iterable[ProgramRun], begin_s: float, end_s: float) -> float:
+    """The share of the interval in which any of `program_runs` ran.
 
-    >>> share([Busy("a", 0, 0.0, 2.0), Busy("b", 0, 1.0, 3.0)], 0.0, 4.0)
+    >>> busy_share([ProgramRun("a", 0, 0.0, 2.0), ProgramRun("b", 0, 1.0, 3.0)], 0.0, 4.0)
     0.75
     """
     covered = sum(
-        max(0.0, min(last, end_s) - max(first, begin_s)) for first, last in spans_of(busy, 0.0)
+        max(0.0, min(last, end_s) - max(first, begin_s)) for first, last in busy_spans(busy, 0.0)
     )
     return covered / (end_s - begin_s)
 
 
-def save(workdir: str | os.PathLike[str], path: str) -> None:
-    """Draws when each device of a run was at work on what; PNG, SVG or PDF by the path's ending.
+def save_timeline(workdir: str | os.PathLike[str], path: str) -> None:
+    """Draws which kind of program each device ran when; PNG, SVG or PDF by the suffix of `path`.
 
-    Raises NoTraceError as `read`.
+    Raises NoTraceError as `read_traces` does.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    traces = read(workdir)
-    if not any(trace.busy for trace in traces):
+    traces = read_traces(workdir)
+    if not any(trace.program_runs for trace in traces):
         raise NoTraceError(f"{workdir}: its trace holds no program; record steps later in the run")
-    begin = min(run.begin_s for trace in traces for run in trace.busy)
-    end = max(run.end_s for trace in traces for run in trace.busy)
+    begin = min(run.begin_s for trace in traces for run in trace.program_runs)
+    end = max(run.end_s for trace in traces for run in trace.program_runs)
     rows = [
         (f"process {process}, device {device}" if len(traces) > 1 else f"device {device}", runs)
         for process, trace in enumerate(traces)
-        for device, runs in enumerate(_by_device(trace.busy))
+        for device, runs in enumerate(_by_device(trace.program_runs))
     ]
     figure = Figure(figsize=(11.0, 1.1 + 0.45 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    found = {kind(run.program) for _, runs in rows for run in runs}
-    thin = (end - begin) / 2000  # less than a pixel
-    for height, (_, runs) in enumerate(rows):
-        for name, (colour, _) in KINDS.items():
-            own = [run for run in runs if kind(run.program) == name]
-            spans = [(first - begin, last - first) for first, last in spans_of(own, thin)]
-            axes.broken_barh(spans, (height - 0.4, 0.8), color=colour, linewidth=0)
-    for moment in traces[0].handed_over_s:
-        axes.axvline(moment - begin, color="black", linewidth=0.7, linestyle=":")
-    labels = [f"{name}, {share(runs, begin, end):.0%} at work" for name, runs in rows]
+    kinds = {program_kind(run.program) for _, runs in rows for run in runs}
+    min_gap_s = (end - begin) / 2000  # less than a pixel
+    for row, (_, runs) in enumerate(rows):
+        for name, (colour, _) in PROGRAM_KINDS.items():
+            runs_of_kind = [run for run in runs if program_kind(run.program) == name]
+            spans = [
+                (first - begin, last - first) for first, last in busy_spans(runs_of_kind, min_gap_s)
+            ]
+            axes.broken_barh(spans, (row - 0.4, 0.8), color=colour, linewidth=0)
+    for time_s in traces[0].reshard_times_s:
+        axes.axvline(time_s - begin, color="black", linewidth=0.7, linestyle=":")
+    labels = [f"{name}, {busy_share(runs, begin, end):.0%} at work" for name, runs in rows]
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0.0, end - begin)
@@ -166,17 +176,23 @@ def save(workdir: str | os.PathLike[str], path: str) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     legend = [
-        Patch(color=colour, label=name) for name, (colour, _) in KINDS.items() if name in found
+        Patch(color=colour, label=name)
+        for name, (colour, _) in PROGRAM_KINDS.items()
+        if name in kinds
     ]
     figure.legend(
-        handles=legend, loc="outside upper center", ncols=len(KINDS), fontsize=8, frameon=False
+        handles=legend,
+        loc="outside upper center",
+        ncols=len(PROGRAM_KINDS),
+        fontsize=8,
+        frameon=False,
     )
     figure.savefig(path, dpi=120)
 
 
-def _by_device(busy: Sequence[Busy]) -> list[list[Busy]]:
-    """Returns what each device of a process did, in the order of their numbers."""
-    found: dict[int, list[Busy]] = {}
+def _by_device(busy: Sequence[ProgramRun]) -> list[list[ProgramRun]]:
+    """The programs that each device of a process ran, ordered by device number."""
+    runs_of_device: dict[int, list[ProgramRun]] = {}
     for run in busy:
-        found.setdefault(run.device, []).append(run)
-    return [found[device] for device in sorted(found)]
+        runs_of_device.setdefault(run.device, []).append(run)
+    return [runs_of_device[device] for device in sorted(runs_of_device)]

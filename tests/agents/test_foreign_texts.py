@@ -5,8 +5,8 @@ import pathlib
 
 import pytest
 
+from jaxrl_llm.agents.env_manager import EnvManager
 from jaxrl_llm.agents.tool_call_formats import FORMATS
-from jaxrl_llm.agents.world import World
 from jaxrl_llm.config.agent import AgentConfig, EnvironmentConfig
 from jaxrl_llm.data.tokenizer import character_tokenizer, prompt_text, prompt_tokens
 from jaxrl_llm.types import Prompt, PromptBatch
@@ -50,7 +50,7 @@ def world():
         max_turns=9,
         max_result_characters=400,
     )
-    with World(config, TOKENIZER) as world:
+    with EnvManager(config, TOKENIZER) as world:
         yield world
 
 
@@ -64,9 +64,9 @@ def begin(world, **info):
 def turn(world, text):
     """The policy's turn; whether something follows it."""
     tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
-    if not world.take(0, [*tokens, TOKENIZER.eos_token_id], True):
+    if not world.submit_turn(0, [*tokens, TOKENIZER.eos_token_id], True):
         return False
-    while not world.answers(wait=True):
+    while not world.collect_replies(wait=True):
         pass
     return True
 

@@ -5,18 +5,18 @@ import pathlib
 import pytest
 from PIL import Image
 
-from jaxrl_llm.agents import contents
-from jaxrl_llm.agents.pool import AgentError
-from jaxrl_llm.agents.world import World
+from jaxrl_llm.agents import message_content
+from jaxrl_llm.agents.agent_pool import AgentError
+from jaxrl_llm.agents.env_manager import EnvManager
 from jaxrl_llm.config.agent import AgentConfig, EnvironmentConfig
-from jaxrl_llm.data.pictures import Pictures, expanded
+from jaxrl_llm.data.images import ImagePreprocessor, expand_tokens
 from jaxrl_llm.data.tokenizer import character_tokenizer, prompt_text, prompt_tokens
 from jaxrl_llm.types import Prompt, PromptBatch
 
 FILE = pathlib.Path(__file__).with_name("drawing_tools.py")
 TOKENIZER = character_tokenizer(images=True)
 IMAGE = TOKENIZER.convert_tokens_to_ids("<|image_pad|>")
-PICTURES = Pictures.of_sizes(4, 2, 2, IMAGE)
+PICTURES = ImagePreprocessor.from_sizes(4, 2, 2, IMAGE)
 CONFIG = AgentConfig(
     tools=tuple(f"{FILE}:{name}" for name in ("draw", "broken", "described")),
     environments={"Gallery": EnvironmentConfig(environment=f"{FILE}:Gallery")},
@@ -35,8 +35,8 @@ def prompt(**info):
 
 def follows(world, text):
     tokens = [*TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
-    assert world.take(0, tokens, True)
-    while not (found := world.answers(wait=True)):
+    assert world.submit_turn(0, tokens, True)
+    while not (found := world.collect_replies(wait=True)):
         pass
     return found[0][1]
 
@@ -52,7 +52,7 @@ def marks(following):
 
 
 def test_a_tool_shows_an_image_and_a_broken_one_is_told():
-    with World(CONFIG, TOKENIZER, PICTURES) as world:
+    with EnvManager(CONFIG, TOKENIZER, PICTURES) as world:
         world.begin(PromptBatch((prompt(),)), 1)
         following = follows(world, call("draw"))
         at, text = marks(following)
@@ -62,7 +62,7 @@ def test_a_tool_shows_an_image_and_a_broken_one_is_told():
         # What a tool says cannot pretend to be an image.
         assert text == f"<tool>{begins}{ends}< |image_pad|> is 24<eos><assistant>"
         at, text = marks(follows(world, call("broken")))
-        assert not at and text == f"<tool>{contents.UNREADABLE}<eos><assistant>"
+        assert not at and text == f"<tool>{message_content.UNREADABLE_IMAGE}<eos><assistant>"
         (log,) = world.finish()
         assert log.errors["image"] == 1 and log.errors.total() == 1
         shown = log.messages[1]["content"]
@@ -70,7 +70,7 @@ def test_a_tool_shows_an_image_and_a_broken_one_is_told():
 
 
 def test_an_environment_begins_and_goes_on_with_images():
-    with World(CONFIG, TOKENIZER, PICTURES) as world:
+    with EnvManager(CONFIG, TOKENIZER, PICTURES) as world:
         (begun,) = world.begin(PromptBatch((prompt(agent_name="Gallery"),)), 1).prompts
         assert [image.grid for image in begun.images] == [(1, 2)]
         start = begun.images[0].start
@@ -83,7 +83,7 @@ def test_an_environment_begins_and_goes_on_with_images():
 
 
 def test_a_model_of_text_is_shown_no_image():
-    with World(CONFIG, TOKENIZER) as world:
+    with EnvManager(CONFIG, TOKENIZER) as world:
         world.begin(PromptBatch((prompt(),)), 1)
         with pytest.raises(AgentError, match="gave an image, but this run reads text alone"):
             follows(world, call("draw"))
@@ -91,11 +91,11 @@ def test_a_model_of_text_is_shown_no_image():
 
 def test_a_text_stands_in_place_of_an_image():
     """For models that read text alone; others are shown the image."""
-    with World(CONFIG, TOKENIZER) as world:
+    with EnvManager(CONFIG, TOKENIZER) as world:
         world.begin(PromptBatch((prompt(),)), 1)
         text = marks(follows(world, call("described")))[1]
         assert text == "<tool>(a < |image_pad|> of 24)\nred<eos><assistant>"
-    with World(CONFIG, TOKENIZER, PICTURES) as world:
+    with EnvManager(CONFIG, TOKENIZER, PICTURES) as world:
         world.begin(PromptBatch((prompt(),)), 1)
         following = follows(world, call("described"))
         assert [image.grid for image in following.images] == [(3, 3)]
@@ -104,11 +104,11 @@ def test_a_text_stands_in_place_of_an_image():
 
 def test_parts_of_every_kind():
     image = Image.new("RGB", (8, 8))
-    uri = contents.content(image, str)[0]["image"]
+    uri = message_content.message_content(image, str)[0]["image"]
     part = {"type": "image_url", "image_url": {"url": uri}}
-    said = contents.content([part, "a", {"type": "text", "text": "b"}, 3], str.upper)
+    said = message_content.message_content([part, "a", {"type": "text", "text": "b"}, 3], str.upper)
     texts = [{"type": "text", "text": text} for text in ("A", "B", "3")]
     assert said == [{"type": "image", "image": uri}, *texts]
-    assert contents.content(["a", 1], str) == '["a", 1]'
+    assert message_content.message_content(["a", 1], str) == '["a", 1]'
     read = PICTURES.read(uri, "here", files=False)
-    assert expanded(PICTURES, [5, IMAGE, 6], [read], "here")[0] == (5, IMAGE, 6)
+    assert expand_tokens(PICTURES, [5, IMAGE, 6], [read], "here")[0] == (5, IMAGE, 6)

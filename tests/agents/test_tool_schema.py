@@ -104,7 +104,7 @@ def test_a_class_that_contains_itself_is_a_definition():
     children = parameters["$defs"]["Node"]["properties"]["children"]
     assert children["items"] == {"$ref": "#/$defs/Node"}
     tree = {"value": 1, "children": [{"value": 2}, {"value": 3}]}
-    assert size(**tool_schema.converted(size, {"root": tree})) == 3
+    assert size(**tool_schema.convert_arguments(size, {"root": tree})) == 3
     # A format without quotes types its texts by the same schema.
     root = parameters["properties"]["root"]
     assert argument_value('{"value": 1}', root, parameters) == {"value": 1}
@@ -114,7 +114,7 @@ def test_a_class_that_contains_itself_is_a_definition():
 def test_arguments_are_instances():
     query = {"text": "cat", "window": {"first": "3"}}
     arguments = {"query": query, "places": [{"city": "A", "zip": 1}], "limit": 2}
-    given = tool_schema.converted(find, arguments)
+    given = tool_schema.convert_arguments(find, arguments)
     assert given["query"].window == Window(3) and given["limit"] == 2
     assert find(**given).startswith("cat Window(first=3, last=9, unit='day') [{'city': 'A'")
 
@@ -131,7 +131,7 @@ def test_arguments_are_instances():
 )
 def test_what_does_not_fit_is_named(arguments, problem):
     with pytest.raises(ValueError, match=re.escape(problem)):
-        tool_schema.converted(find, arguments)
+        tool_schema.convert_arguments(find, arguments)
 
 
 def test_typed_dicts_in_every_annotation():
@@ -164,7 +164,9 @@ def test_typed_dicts_in_every_annotation():
     assert properties["b"]["additionalProperties"] == properties["d"]["items"] == bare
     assert properties["c"]["anyOf"] == properties["e"]["anyOf"] == [bare, {"type": "null"}]
     place = {"place": {"city": "A", "zip": "7"}}
-    assert tool_schema.converted(go, {"d": [place]}) == {"d": [{"place": {"city": "A", "zip": 7}}]}
+    assert tool_schema.convert_arguments(go, {"d": [place]}) == {
+        "d": [{"place": {"city": "A", "zip": 7}}]
+    }
 
 
 def test_plain_tools_are_as_they_were():
@@ -180,7 +182,7 @@ def test_plain_tools_are_as_they_were():
 
     assert tool_schema.schema(plain) == get_json_schema(plain)
     given = {"a": "not an int", "b": 3}
-    assert tool_schema.converted(plain, given) == given
+    assert tool_schema.convert_arguments(plain, given) == given
 
 
 def test_arguments_without_names_are_refused():
@@ -239,10 +241,14 @@ def test_enums_become_members():
     tool = with_types(a=Color, b=list[Color] | None, c=Literal["x", "y"])
     assert tool_schema.schema(tool) == get_json_schema(tool)
     given = {"a": "red", "b": ["red"], "c": "x"}
-    assert tool_schema.converted(tool, given) == {"a": Color.RED, "b": [Color.RED], "c": "x"}
-    assert tool_schema.converted(tool, {"b": None}) == {"b": None}
+    assert tool_schema.convert_arguments(tool, given) == {
+        "a": Color.RED,
+        "b": [Color.RED],
+        "c": "x",
+    }
+    assert tool_schema.convert_arguments(tool, {"b": None}) == {"b": None}
     with pytest.raises(ValueError, match="a: Input should be 'red'"):
-        tool_schema.converted(tool, {"a": "blue"})
+        tool_schema.convert_arguments(tool, {"a": "blue"})
 
 
 def test_metadata_and_foreign_typed_dicts():
@@ -279,10 +285,10 @@ def test_metadata_and_foreign_typed_dicts():
     assert properties["shape"].keys() == {"oneOf", "description"}  # no name of what is inlined
     assert properties["short"]["maxItems"] == 1
     given = {"shape": {"kind": "circle"}, "short": [{"city": "A", "zip": 1}], "tree": {"kids": []}}
-    arguments = tool_schema.converted(tool, given)
+    arguments = tool_schema.convert_arguments(tool, given)
     assert arguments == {**given, "shape": Circle(kind="circle")}
     with pytest.raises(ValueError, match="short: List should have at most 1 item"):
-        tool_schema.converted(tool, {"short": given["short"] * 2})
+        tool_schema.convert_arguments(tool, {"short": given["short"] * 2})
 
 
 def test_hidden_arguments_are_neither_shown_nor_asked_for():
@@ -295,7 +301,7 @@ def test_hidden_arguments_are_neither_shown_nor_asked_for():
         """
         return f"{type(query).__name__} {key}"
 
-    (tool,) = tools.functions(secret, {"execute_kwargs": {"key": "k"}}).values()
-    given = tool_schema.converted(tool, {"query": {"text": "a"}})
+    (tool,) = tools.tool_functions(secret, {"execute_kwargs": {"key": "k"}}).values()
+    given = tool_schema.convert_arguments(tool, {"query": {"text": "a"}})
     assert tool(**given) == "Query k"
     assert set(tool_schema.schema(tool)["function"]["parameters"]["properties"]) == {"query"}

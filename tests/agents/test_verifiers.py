@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxrl_llm.agents.pool import Pool
+from jaxrl_llm.agents.agent_pool import AgentPool
 from jaxrl_llm.config.agent import AgentConfig, EnvironmentConfig
 
 pytest.importorskip("verifiers.v1", reason="the extra [verifiers]")
@@ -87,7 +87,7 @@ def test_a_task_is_played_with_its_tools_and_rewards(tmp_path, monkeypatch):
             for _, answer in pool.collect(5.0):
                 return answer
 
-    with Pool(AgentConfig(environments={"riddle": riddle}, timeout_s=60.0)) as pool:
+    with AgentPool(AgentConfig(environments={"riddle": riddle}, timeout_s=60.0)) as pool:
         (schema,) = pool.describe()["environments"]["riddle"]
         assert schema["function"]["name"] == "shelf_look"
         said = []

@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
-from jaxrl_llm.checkpoint.lock import NAME, OccupiedError, locked
+from jaxrl_llm.checkpoint.lock import LOCK_FILE, OccupiedError, exclusive_lock
 
 HOLDER = """
 import pathlib, sys, time
-from jaxrl_llm.checkpoint.lock import locked
-with locked(pathlib.Path(sys.argv[1])):
+from jaxrl_llm.checkpoint.lock import exclusive_lock
+with exclusive_lock(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -23,15 +23,15 @@ with locked(pathlib.Path(sys.argv[1])):
 
 def test_a_second_one_is_refused_until_the_first_has_ended(tmp_path):
     folder = tmp_path / "a" / "run"
-    with locked(folder):
+    with exclusive_lock(folder):
         me = f"process {os.getpid()} on "
-        with pytest.raises(OccupiedError, match=rf"run: {me}.*--workdir"), locked(folder):
+        with pytest.raises(OccupiedError, match=rf"run: {me}.*--workdir"), exclusive_lock(folder):
             pass
-        assert (folder / NAME).read_text().startswith(me)  # the refused one left it alone
-        with locked(tmp_path / "b"):
+        assert (folder / LOCK_FILE).read_text().startswith(me)  # the refused one left it alone
+        with exclusive_lock(tmp_path / "b"):
             pass
     assert list(folder.iterdir()) == []
-    with locked(folder):
+    with exclusive_lock(folder):
         pass
 
 
@@ -40,11 +40,14 @@ def test_a_process_that_is_killed_lets_go(tmp_path):
     root = pathlib.Path(__file__).parents[2]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root) as process:
         assert process.stdout.readline() == b"held\n"
-        with pytest.raises(OccupiedError, match=f"process {process.pid} on "), locked(tmp_path):
+        with (
+            pytest.raises(OccupiedError, match=f"process {process.pid} on "),
+            exclusive_lock(tmp_path),
+        ):
             pass
         process.kill()
-    with locked(tmp_path):
-        assert (tmp_path / NAME).read_text().startswith(f"process {os.getpid()} on ")
+    with exclusive_lock(tmp_path):
+        assert (tmp_path / LOCK_FILE).read_text().startswith(f"process {os.getpid()} on ")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -55,11 +58,11 @@ def test_a_lock_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
     def late(file, how):
         if not removed:
             removed.append(True)
-            (tmp_path / NAME).unlink()
+            (tmp_path / LOCK_FILE).unlink()
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with locked(tmp_path), pytest.raises(OccupiedError), locked(tmp_path):
+    with exclusive_lock(tmp_path), pytest.raises(OccupiedError), exclusive_lock(tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -69,6 +72,6 @@ def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, capl
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", unknown)
-    with caplog.at_level(logging.WARNING), locked(tmp_path):
+    with caplog.at_level(logging.WARNING), exclusive_lock(tmp_path):
         pass
     assert "no locks here" in caplog.text

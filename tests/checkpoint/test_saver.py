@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxrl_llm.checkpoint import seal
 from jaxrl_llm.checkpoint.saver import CheckpointError, Saver, load_tree, save_tree
-from jaxrl_llm.checkpoint.seal import SEAL
+from jaxrl_llm.checkpoint.seal import SEAL_FILE
 from jaxrl_llm.config import CheckpointConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -142,7 +142,7 @@ def test_a_saved_state_is_updated_in_its_own_memory(tmp_path):
     for step in (1, 2):
         places = jax.tree.map(lambda a: a.unsafe_buffer_pointer(), state)
         saver.save(step, state, {})
-        saver.release()
+        saver.wait_before_donation()
         state = update(state)
         assert jax.tree.map(lambda a: a.unsafe_buffer_pointer(), state) == places
     saver.close()
@@ -161,12 +161,12 @@ def test_keeps_by_count_and_is_due_on_multiples_and_at_the_end(tmp_path):
     state = {"w": jnp.arange(4.0)}
     last = 5
     for step in range(1, last + 1):
-        if saver.due(step, last):
+        if saver.should_save(step, last):
             saver.save(step, {"w": state["w"] + step}, {"step": step})
     saver.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5"]
-    assert not Saver(tmp_path / "b", CheckpointConfig(every=0)).due(4, 5)
-    assert Saver(tmp_path / "b", CheckpointConfig(every=0)).due(5, 5)
+    assert not Saver(tmp_path / "b", CheckpointConfig(every=0)).should_save(4, 5)
+    assert Saver(tmp_path / "b", CheckpointConfig(every=0)).should_save(5, 5)
 
 
 @pytest.mark.parametrize("mode, best", [("max", 2), ("min", 5)])
@@ -180,7 +180,7 @@ def test_keeps_the_best_beside_the_newest(tmp_path, mode, best):
             saver.close()
             saver = Saver(tmp_path, config)
             assert saver.restore(abstract({"w": jnp.zeros(4)}))[2] == 3
-        if saver.due(step, 9, {"score": scores[step]} if step in scores else {}):
+        if saver.should_save(step, 9, {"score": scores[step]} if step in scores else {}):
             saver.save(step, {"w": jnp.full(4, float(step))}, {})
             saved.append(step)
     saver.close()
@@ -208,7 +208,7 @@ def test_a_reader_changes_nothing(tmp_path):
 
 
 def largest_file(step: pathlib.Path) -> pathlib.Path:
-    files = (path for path in step.rglob("*") if path.is_file() and path.name != SEAL)
+    files = (path for path in step.rglob("*") if path.is_file() and path.name != SEAL_FILE)
     return max(files, key=lambda path: path.stat().st_size)
 
 
@@ -229,8 +229,8 @@ def flip(path: pathlib.Path) -> None:
         (lambda step: flip(largest_file(step)), "differs from its checksum"),
         (lambda step: flip(step / "meta" / "metadata"), "meta/metadata differs"),
         (lambda step: largest_file(step).unlink(), "cannot be read"),
-        (lambda step: cut(step / SEAL), "sha256.json is not JSON"),
-        (lambda step: (step / SEAL).unlink(), "sha256.json is missing"),
+        (lambda step: cut(step / SEAL_FILE), "sha256.json is not JSON"),
+        (lambda step: (step / SEAL_FILE).unlink(), "sha256.json is missing"),
     ],
     ids=["cut", "bit", "json_bit", "removed", "seal", "unsealed"],
 )
@@ -279,7 +279,7 @@ def test_a_step_that_is_damaged_twice_is_stepped_over_twice(tmp_path):
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_what_is_killed_just_before_it_gets_its_name_is_none(tmp_path, monkeypatch, sealed):
-    folder, state, write = tmp_path / "run", {"w": jnp.arange(8.0)}, seal.write
+    folder, state, write = tmp_path / "run", {"w": jnp.arange(8.0)}, seal.write_seal
     killed: list[pathlib.Path] = []
 
     def write_and_copy(*arguments):
@@ -293,14 +293,14 @@ def test_what_is_killed_just_before_it_gets_its_name_is_none(tmp_path, monkeypat
     saver = Saver(folder / "steps", CheckpointConfig())
     saver.save(1, state, {})
     saver.wait()
-    monkeypatch.setattr(seal, "write", write_and_copy)
+    monkeypatch.setattr(seal, "write_seal", write_and_copy)
     saver.save(2, state, {})
     saver.close()
     save_tree(folder / "tree", state, {})
     monkeypatch.undo()
 
     in_step, in_tree = killed
-    assert (in_step / "steps" / "2.orbax-checkpoint-tmp.sealed" / SEAL).exists() == sealed
+    assert (in_step / "steps" / "2.orbax-checkpoint-tmp.sealed" / SEAL_FILE).exists() == sealed
     saver = Saver(in_step / "steps", CheckpointConfig())
     assert saver.restore(abstract(state))[2] == 1
     saver.save(2, state, {})
@@ -323,36 +323,36 @@ def test_several_files_are_hashed_at_once(tmp_path, monkeypatch):
         return plain(path)
 
     monkeypatch.setattr(seal, "_digest", with_another)
-    found = seal.Digests(epath.Path(tmp_path)).of(epath.Path(tmp_path))
+    found = seal.FolderDigests(epath.Path(tmp_path)).digests(epath.Path(tmp_path))
     wanted = {str(i): hashlib.sha256(bytes([i]) * 1000).hexdigest() for i in range(4)}
     assert found == wanted
-    (tmp_path / SEAL).write_text('{"0')  # of a process that was killed
-    seal.write(epath.Path(tmp_path), seal.Digests(epath.Path(tmp_path)))
-    assert json.loads((tmp_path / SEAL).read_text()) == wanted
+    (tmp_path / SEAL_FILE).write_text('{"0')  # of a process that was killed
+    seal.write_seal(epath.Path(tmp_path), seal.FolderDigests(epath.Path(tmp_path)))
+    assert json.loads((tmp_path / SEAL_FILE).read_text()) == wanted
     assert seal.damage(epath.Path(tmp_path)) == ""
 
 
 def test_files_are_hashed_while_others_are_written(tmp_path, monkeypatch):
     """Once each, but for one that changed meanwhile, and under the names they have at the end."""
-    folder = tmp_path / f"1{seal._UNNAMED}"
-    part = folder / f"arrays{seal._UNNAMED}"
+    folder = tmp_path / f"1{seal._TMP_SUFFIX}"
+    part = folder / f"arrays{seal._TMP_SUFFIX}"
     part.mkdir(parents=True)
     plain, hashed = seal._digest, []
     monkeypatch.setattr(seal, "_EARLY_BYTES", 100)
-    monkeypatch.setattr(seal, "_LOOK_S", 0.01)
+    monkeypatch.setattr(seal, "_POLL_S", 0.01)
     monkeypatch.setattr(seal, "_digest", lambda path: hashed.append(path.name) or plain(path))
     (part / "large").write_bytes(bytes(200))
     (part / "changed").write_bytes(bytes(200))
     (part / "small").write_bytes(b"a")
-    digests = seal.Digests(epath.Path(folder))
+    digests = seal.FolderDigests(epath.Path(folder))
     digests.watch()
     while len(hashed) < 2:  # nothing is complete yet
         time.sleep(0.01)
     (part / "changed").write_bytes(bytes(300))
     part.rename(folder / "arrays")
-    digests.complete()
+    digests.hash_large_files()
     folder.rename(tmp_path / "1")
-    found = digests.of(epath.Path(tmp_path / "1"))
+    found = digests.digests(epath.Path(tmp_path / "1"))
     assert {name: hashed.count(name) for name in ("large", "small")} == {"large": 1, "small": 1}
     contents = {"large": bytes(200), "changed": bytes(300), "small": b"a"}
     assert found == {

@@ -12,9 +12,9 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_llm.commands import line
-from jaxrl_llm.commands.options import Plan
-from jaxrl_llm.config import AlgorithmConfig, ConfigError, RLConfig, bridge, folder
+from jaxrl_llm.commands import command_line
+from jaxrl_llm.commands.options import PlanOptions
+from jaxrl_llm.config import AlgorithmConfig, ConfigError, RLConfig, bridge, workdir
 from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
 from jaxrl_llm.config.recipes import RECIPES
 
@@ -128,7 +128,7 @@ def test_unknown_keys_of_the_command_line_are_all_named(tmp_path):
     (tmp_path / "run.py").write_text(CONFIG_FILE)
 
     def parsed(*words):
-        return line.parse(Plan, [f"--config={tmp_path / 'run.py'}", *words]).config
+        return command_line.parse(PlanOptions, [f"--config={tmp_path / 'run.py'}", *words]).config
 
     def problems(*words):
         with pytest.raises(ConfigError) as error:
@@ -320,22 +320,22 @@ def test_to_dict_is_json_and_is_undone():
 
 def test_a_workdir_belongs_to_one_run(tmp_path):
     config = from_config_dict(minimal())
-    folder.claim_workdir(config, tmp_path / "run")
-    folder.claim_workdir(config, tmp_path / "run")
-    assert folder.load_config(tmp_path / "run") == config
+    workdir.claim_workdir(config, tmp_path / "run")
+    workdir.claim_workdir(config, tmp_path / "run")
+    assert workdir.load_config(tmp_path / "run") == config
 
     longer = from_config_dict(minimal(trainer={"num_steps": 7}, mesh={"tensor": 2}))
-    folder.claim_workdir(longer, tmp_path / "run")
-    assert folder.load_config(tmp_path / "run").trainer.num_steps == 7
+    workdir.claim_workdir(longer, tmp_path / "run")
+    assert workdir.load_config(tmp_path / "run").trainer.num_steps == 7
 
     other = from_config_dict(minimal(seed=3, algorithm={"clip_low": 0.1}))
     with pytest.raises(ConfigError) as error:
-        folder.claim_workdir(other, tmp_path / "run")
+        workdir.claim_workdir(other, tmp_path / "run")
     assert error.value.problems[1:] == (
         "config.algorithm.clip_low: 0.1 here, 0.2 there",
         "config.seed: 3 here, 0 there",
     )
-    assert folder.load_config(tmp_path / "run").seed == 0
+    assert workdir.load_config(tmp_path / "run").seed == 0
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
 
 
@@ -343,41 +343,41 @@ def test_a_workdir_belongs_to_one_run(tmp_path):
 def test_a_workdir_that_is_a_file_is_named(tmp_path, below):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError, match=rf"--workdir: {tmp_path}/file is a file; name a folder"):
-        folder.check_workdir(from_config_dict(minimal()), f"{tmp_path}/file{below}")
+        workdir.check_workdir(from_config_dict(minimal()), f"{tmp_path}/file{below}")
 
 
 def test_fewer_steps_than_are_done_are_refused(tmp_path):
     config = from_config_dict(minimal(trainer={"num_steps": 7}))
-    folder.claim_workdir(config, tmp_path)
+    workdir.claim_workdir(config, tmp_path)
     (tmp_path / "checkpoints" / "7").mkdir(parents=True)
     (tmp_path / "checkpoints" / "9" / "arrays").mkdir(parents=True)
     # Nothing is complete: no step is done.
     shorter = from_config_dict(minimal(trainer={"num_steps": 5}))
-    folder.check_workdir(shorter, tmp_path)
-    assert folder.newest_step(tmp_path) == 0
-    (tmp_path / "checkpoints" / "7" / folder.SEAL).write_text("{}")
-    assert folder.newest_step(tmp_path) == 7
-    folder.claim_workdir(config, tmp_path)
+    workdir.check_workdir(shorter, tmp_path)
+    assert workdir.newest_step(tmp_path) == 0
+    (tmp_path / "checkpoints" / "7" / workdir.SEAL_FILE).write_text("{}")
+    assert workdir.newest_step(tmp_path) == 7
+    workdir.claim_workdir(config, tmp_path)
     with pytest.raises(ConfigError, match=r"num_steps: 5, but .* has done 7 steps; set it above 7"):
-        folder.claim_workdir(from_config_dict(minimal(trainer={"num_steps": 5})), tmp_path)
-    assert folder.load_config(tmp_path).trainer.num_steps == 7
+        workdir.claim_workdir(from_config_dict(minimal(trainer={"num_steps": 5})), tmp_path)
+    assert workdir.load_config(tmp_path).trainer.num_steps == 7
 
 
 def test_what_no_run_described_is_not_overwritten(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("of something else\n")
     with pytest.raises(ConfigError, match=r"holds metrics\.jsonl but no config\.json.*--workdir"):
-        folder.claim_workdir(from_config_dict(minimal()), tmp_path)
+        workdir.claim_workdir(from_config_dict(minimal()), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json: cannot be read .*is this a run's folder"):
-        folder.load_config(tmp_path)
+        workdir.load_config(tmp_path)
 
 
 def test_every_resumable_field_exists():
     """A renamed field must not silently become one that forbids a resume."""
-    for path in folder.RESUMABLE:
+    for path in workdir.RESUMABLE:
         value_at(RLConfig(), path)
 
 

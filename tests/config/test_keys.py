@@ -358,6 +358,7 @@ RL = {
     "config.algorithm.multiplier_lr": (probe.estimates, 0.5, SAFE),
     "config.algorithm.multiplier_max": (probe.estimates, 1.01, SAFE),
     "config.rollout.max_response_tokens": (probe.engine, 20),
+    "config.rollout.engine": (probe.engine, "nowhere:Engine"),
     "config.rollout.temperature": (probe.engine, 0.5),
     "config.rollout.top_k": (probe.engine, 3),
     "config.rollout.top_p": (probe.engine, 0.5),

@@ -9,10 +9,10 @@ import pytest
 from jaxrl_llm.algorithms.lookup import FunctionError
 from jaxrl_llm.config import CurriculumConfig, DataConfig
 from jaxrl_llm.data import curriculum
-from jaxrl_llm.data.curriculum import Curriculum, between
+from jaxrl_llm.data.curriculum import Curriculum, success_variance_weights
 from jaxrl_llm.data.datasets import Dataset
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.mixtures import Shares
+from jaxrl_llm.data.mixtures import MixtureSchedule
 from jaxrl_llm.data.prompt_stream import PromptIterator
 from jaxrl_llm.data.streams import MixedRows
 from jaxrl_llm.types import Prompt
@@ -45,7 +45,9 @@ def run(cursor, rates, steps, seed=0):
 
 def test_weights_by_hand():
     # (0.05 + 3) / 4.1 = 0.7439; 4 * 0.7439 * 0.2561 = 0.7620; (0.05 + 0) / 4.1: 0.0482
-    found = between(np.array([0.0, 4.0, 4.0, 400.0]), np.array([0.0, 3.0, 0.0, 400.0]), floor=0.01)
+    found = success_variance_weights(
+        np.array([0.0, 4.0, 4.0, 400.0]), np.array([0.0, 3.0, 0.0, 400.0]), floor=0.01
+    )
     np.testing.assert_allclose(found, [1.0, 0.76205, 0.04819, 0.01], atol=1e-5)
 
 
@@ -100,13 +102,13 @@ def test_resume_is_exact(taken):
 
 def test_a_mixture_has_a_curriculum_in_each_part():
     parts = prompts(20, "a"), prompts(10, "b")
-    rows = MixedRows(parts, Shares((1.0, 3.0), (1.0, 3.0), 0))
+    rows = MixedRows(parts, MixtureSchedule((1.0, 3.0), (1.0, 3.0), 0))
     dataset = Dataset((*parts[0], *parts[1]), rows)
 
     def steps(iterator, count):
         found = []
         for _ in range(count):
-            batch = iterator.batch(8).prompts
+            batch = iterator.next_batch(8).prompts
             found.append([prompt.text for prompt in batch])
             iterator.learn(batch, [np.full(2, prompt.index % 2) for prompt in batch])
         return found
@@ -150,7 +152,7 @@ def test_a_function_of_the_users(tmp_path):
     assert all(prompt.index for batch in drawn for prompt in batch)  # weight 0 never comes
     again = indices(Curriculum(prompts(10), named("few"), 0).take(7))
     assert set(again) == {0, 1, 2} and again[:3] == again[3:6]
-    curriculum.check(named("few"), prompts(4))
+    curriculum.check_curriculum(named("few"), prompts(4))
     for name, error, message in (
         ("nothing", DataError, "gave every prompt the weight 0"),
         ("wrong_shape", DataError, r"each of the 4 prompts, got an array of shape \(1,\)"),
@@ -161,9 +163,9 @@ def test_a_function_of_the_users(tmp_path):
         ("absent", DataError, "has no 'absent'"),
     ):
         with pytest.raises(error, match=message) as found:
-            curriculum.check(named(name), prompts(4))
+            curriculum.check_curriculum(named(name), prompts(4))
         assert str(found.value).startswith("config.curriculum.choice: ")
-    curriculum.check(CurriculumConfig(), ())
+    curriculum.check_curriculum(CurriculumConfig(), ())
 
 
 def test_config():

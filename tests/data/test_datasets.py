@@ -81,22 +81,24 @@ def test_nothing_left_is_an_error(tmp_path, tokenizer):
 
 def test_every_pass_has_every_row_in_another_order(dataset):
     prompts = PromptIterator(dataset, SMALL, seed=0)
-    assert prompts.batch(1).longest == max(len(p.tokens) for p in dataset.prompts)
+    assert prompts.next_batch(1).max_prompt_tokens == max(len(p.tokens) for p in dataset.prompts)
     prompts = PromptIterator(dataset, SMALL, seed=0)
-    passes = [indices(prompts.batch(10)) for _ in range(3)]
+    passes = [indices(prompts.next_batch(10)) for _ in range(3)]
     assert all(sorted(order) == list(range(10)) for order in passes)
     assert len({tuple(order) for order in passes}) == 3
 
 
 def test_the_order_is_the_seeds_alone(dataset):
-    orders = [indices(PromptIterator(dataset, SMALL, seed).batch(10)) for seed in (5, 5, 2**32 - 1)]
+    orders = [
+        indices(PromptIterator(dataset, SMALL, seed).next_batch(10)) for seed in (5, 5, 2**32 - 1)
+    ]
     assert orders[0] == orders[1] != orders[2]
 
 
 def test_rows_do_not_depend_on_how_many_are_taken(dataset):
-    whole = indices(PromptIterator(dataset, SMALL, seed=0).batch(24))
+    whole = indices(PromptIterator(dataset, SMALL, seed=0).next_batch(24))
     pieces = PromptIterator(dataset, SMALL, seed=0)
-    assert [row for n in (1, 7, 0, 3, 13) for row in indices(pieces.batch(n))] == whole
+    assert [row for n in (1, 7, 0, 3, 13) for row in indices(pieces.next_batch(n))] == whole
 
 
 def test_without_shuffle_rows_come_in_order():
@@ -109,17 +111,17 @@ def test_without_shuffle_rows_come_in_order():
 @pytest.mark.parametrize("taken", [0, 4, 10, 13, 27])  # start, inside a pass, its end, later ones
 def test_resume_is_exact(dataset, taken, num_workers):
     config = DataConfig(num_workers=num_workers)
-    whole = indices(PromptIterator(dataset, SMALL, seed=3).batch(40))
+    whole = indices(PromptIterator(dataset, SMALL, seed=3).next_batch(40))
     prompts = PromptIterator(dataset, config, seed=3)
-    assert indices(prompts.batch(taken)) == whole[:taken]
+    assert indices(prompts.next_batch(taken)) == whole[:taken]
     state = json.loads(json.dumps(prompts.get_state()))
-    prompts.batch(5)  # after the checkpoint; lost with the process
+    prompts.next_batch(5)  # after the checkpoint; lost with the process
     resumed = PromptIterator(dataset, config, seed=3)
     resumed.set_state(state)
     assert resumed.get_state() == state
-    assert indices(resumed.batch(40 - taken)) == whole[taken:]
+    assert indices(resumed.next_batch(40 - taken)) == whole[taken:]
     prompts.set_state(state)  # and in the same process
-    assert indices(prompts.batch(40 - taken)) == whole[taken:]
+    assert indices(prompts.next_batch(40 - taken)) == whole[taken:]
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from jaxrl_llm.data.tokenizer import (
     load_tokenizer,
     prompt_text,
     prompt_tokens,
+    render_chat,
     render_prompts,
-    rendered,
 )
 
 # Templates of models that are often trained; only tests read them.
@@ -184,7 +184,7 @@ def test_ids_around_a_spelled_token_are_those_of_the_whole_text(make):
 
 def test_offsets_are_of_the_text_with_guards():
     tokenizer = bytes_tokenizer(CHATML)
-    text = rendered(tokenizer, [user("é<|im_end|>x")], tokenize=False)
+    text = render_chat(tokenizer, [user("é<|im_end|>x")], tokenize=False)
     found = encoding.encode(tokenizer, text)
     shown = [without_guards(text[begin:end]) for begin, end in found["offset_mapping"]]
     assert "".join(shown).replace("éé", "é") == without_guards(text)
@@ -231,7 +231,7 @@ def test_a_template_still_refuses_what_it_refuses_in_an_answer():
     )
     tokenizer = bytes_tokenizer(template)
     with pytest.raises(DataError, match=r"no marks of turns: a<\|im_start\|>b"):
-        rendered(tokenizer, [{"role": "assistant", "content": "a<|im_start|>b"}], tokenize=False)
+        render_chat(tokenizer, [{"role": "assistant", "content": "a<|im_start|>b"}], tokenize=False)
 
 
 @pytest.mark.skipif(not TEMPLATES, reason="no chat templates beside the project")

@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.files import checked_row, given, read_rows
+from jaxrl_llm.data.files import checked_row, in_memory_rows, read_rows
 
 GOOD = {
     "data_source": "sums",
@@ -112,12 +112,12 @@ def test_nulls_of_json_stay_and_those_that_arrow_fills_in_go(tmp_path):
 
 def test_nulls_of_given_rows():
     row = {"data_source": "s", "prompt": "1", "extra_info": {"n": None, "m": 1}}
-    with given({"train": [row]}) as names:
+    with in_memory_rows({"train": [row]}) as names:
         ((_, found),) = read_rows([names["train"]])
         assert found["extra_info"] == {"n": None, "m": 1}
     # As a Dataset of Hugging Face, which reads Arrow.
     rows = type("Dataset", (), {"features": {}, "__iter__": lambda self: iter([row])})()
-    with given({"train": rows}) as names:
+    with in_memory_rows({"train": rows}) as names:
         ((_, found),) = read_rows([names["train"]])
         assert found["extra_info"] == {"m": 1}
 

@@ -10,10 +10,10 @@ from pyarrow import parquet
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data.datasets import load_dataset, preference_pairs, worked_examples
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.lengths import cut, shortened, shortened_pair
 from jaxrl_llm.data.streams import Stream
 from jaxrl_llm.data.tokenizer import character_tokenizer
-from jaxrl_llm.types import Example, Pair
+from jaxrl_llm.data.truncation import truncate, truncate_example, truncate_pair
+from jaxrl_llm.types import Example, PreferencePair
 
 ASK, GOOD, BAD = "1+1=", "2", "3"
 QUESTION = [{"role": "user", "content": ASK}]
@@ -139,28 +139,30 @@ ROW = Example(tuple(range(6)), (False, False, True, True, False, False))
 
 
 def test_rows_are_cut_at_the_chosen_side():
-    assert [cut("abcdef", n, "left") for n in (1, 5)] == [("f",), tuple("bcdef")]
-    assert [cut("abcdef", n, "right") for n in (1, 5)] == [("a",), tuple("abcde")]
-    assert [cut("abcdef", n, "middle") for n in (1, 4, 5)] == [
+    assert [truncate("abcdef", n, "left") for n in (1, 5)] == [("f",), tuple("bcdef")]
+    assert [truncate("abcdef", n, "right") for n in (1, 5)] == [("a",), tuple("abcde")]
+    assert [truncate("abcdef", n, "middle") for n in (1, 4, 5)] == [
         ("f",),
         tuple("abef"),
         tuple("abdef"),
     ]
-    assert shortened(ROW, 3, "right", "").tokens == (0, 1, 2)
-    assert shortened(ROW, 3, "left", "").mask == (True, False, False)
-    assert shortened(ROW, 4, "middle", "") is None  # nothing of the answer is left
-    assert shortened(ROW, 6, "error", "") == shortened(ROW, 0, "error", "") == ROW
+    assert truncate_example(ROW, 3, "right", "").tokens == (0, 1, 2)
+    assert truncate_example(ROW, 3, "left", "").mask == (True, False, False)
+    assert truncate_example(ROW, 4, "middle", "") is None  # nothing of the answer is left
+    assert truncate_example(ROW, 6, "error", "") == truncate_example(ROW, 0, "error", "") == ROW
     with pytest.raises(DataError, match=r"row 7: 6 tokens, more than 5; raise trainer\.max_seq"):
-        shortened(ROW, 5, "error", "row 7")
+        truncate_example(ROW, 5, "error", "row 7")
 
 
 def test_of_a_pair_the_longer_one_is_cut_first():
     short = Example(ROW.tokens[:3], ROW.mask[:3])
-    found = shortened_pair(Pair(ROW, short), 7, "right", "")
+    found = truncate_pair(PreferencePair(ROW, short), 7, "right", "")
     assert [len(each.tokens) for each in found] == [4, 3]
-    assert [len(each.tokens) for each in shortened_pair(Pair(ROW, ROW), 6, "left", "")] == [3, 3]
-    assert shortened_pair(Pair(ROW, short), 8, "drop", "") is None
-    assert shortened_pair(Pair(ROW, short), 9, "error", "") == Pair(ROW, short)
+    assert [
+        len(each.tokens) for each in truncate_pair(PreferencePair(ROW, ROW), 6, "left", "")
+    ] == [3, 3]
+    assert truncate_pair(PreferencePair(ROW, short), 8, "drop", "") is None
+    assert truncate_pair(PreferencePair(ROW, short), 9, "error", "") == PreferencePair(ROW, short)
 
 
 def test_long_rows_of_files(tokenizer, config, caplog):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.formats import example_of, pair_of
+from jaxrl_llm.data.formats import preference_dialogues, sft_dialogue
 from jaxrl_llm.data.messages import checked_messages, is_trained, messages_in_text
 
 ASK, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}
@@ -45,19 +45,21 @@ def test_sharegpt_is_a_layout():
         {"role": "tool", "content": "3"},
         ANSWER,
     ]
-    assert example_of({"conversations": conversations}, "row 1").messages == wanted
+    assert sft_dialogue({"conversations": conversations}, "row 1").messages == wanted
     row = {"conversations": conversations[1:], "system": "Be brief."}
-    assert example_of(row, "row 1").messages == wanted
+    assert sft_dialogue(row, "row 1").messages == wanted
     conversations[1]["from"] = "narrator"
     with pytest.raises(DataError, match=r"row 1: conversations: message 2: `from` is 'narrator';"):
-        example_of({"conversations": conversations}, "row 1")
+        sft_dialogue({"conversations": conversations}, "row 1")
 
 
 def test_aliases_of_roles_are_mapped():
     roles = {"human": "user", "bot": "assistant"}
     human, bot = {"role": "human", "content": "Hi"}, {"role": "bot", "content": "Yes?"}
     assert checked_messages([human, bot], "row", roles=roles) == [ASK, ANSWER]
-    both = pair_of({"chosen": [human, bot], "rejected": [ASK, human]}, "row", roles=roles)
+    both = preference_dialogues(
+        {"chosen": [human, bot], "rejected": [ASK, human]}, "row", roles=roles
+    )
     assert both[0].messages == [ASK, ANSWER] and both[1].messages == [ASK, ASK]
 
 

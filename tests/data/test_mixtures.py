@@ -10,7 +10,7 @@ from pyarrow import parquet
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data.datasets import load_dataset, worked_examples
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.mixtures import Mixed, Shares
+from jaxrl_llm.data.mixtures import MixedIterator, MixtureSchedule
 from jaxrl_llm.data.prompt_stream import PromptIterator
 from jaxrl_llm.data.streams import Stream
 from jaxrl_llm.data.tokenizer import character_tokenizer
@@ -27,20 +27,20 @@ def sources(*names):
 
 
 def test_no_source_is_a_row_ahead_of_its_share():
-    shares = Shares((5.0, 3.0, 0.0, 1.0), (5.0, 3.0, 0.0, 1.0), 0)
-    mixed = Mixed(sources("a", "b", "c", "d"), shares)
+    shares = MixtureSchedule((5.0, 3.0, 0.0, 1.0), (5.0, 3.0, 0.0, 1.0), 0)
+    mixed = MixedIterator(sources("a", "b", "c", "d"), shares)
     rows = mixed.take(900)
     for end in (1, 2, 7, 50, 333, 900):
         found = collections.Counter(rows[:end])
-        for name, share in zip("abcd", shares.at(0), strict=True):
+        for name, share in zip("abcd", shares.shares_at(0), strict=True):
             assert found[name] < end * share + 1
     assert collections.Counter(rows) == {"a": 500, "b": 300, "d": 100}
-    again = Mixed(sources("a", "b", "c", "d"), shares)
+    again = MixedIterator(sources("a", "b", "c", "d"), shares)
     assert tuple(row for n in (0, 3, 1, 896) for row in again.take(n)) == rows
 
 
 def test_weights_move_in_a_line():
-    mixed = Mixed(sources("a", "b"), Shares((1.0, 0.0), (0.0, 3.0), 100))
+    mixed = MixedIterator(sources("a", "b"), MixtureSchedule((1.0, 0.0), (0.0, 3.0), 100))
     found = [counted(mixed, 50)["b"] for _ in range(4)]
     # The share of b is 3x / (1 - x + 3x) at the part x of the way: its mean is 0.46, then 0.89.
     assert found[0] == pytest.approx(23, abs=1) and found[1] == pytest.approx(44.6, abs=1)
@@ -48,15 +48,15 @@ def test_weights_move_in_a_line():
 
 
 def test_resume_is_exact():
-    shares = Shares((2.0, 1.0), (1.0, 5.0), 30)
-    whole = Mixed(sources("abcde", "xyz"), shares).take(60)
-    first = Mixed(sources("abcde", "xyz"), shares)
+    shares = MixtureSchedule((2.0, 1.0), (1.0, 5.0), 30)
+    whole = MixedIterator(sources("abcde", "xyz"), shares).take(60)
+    first = MixedIterator(sources("abcde", "xyz"), shares)
     assert first.take(17) == whole[:17]
     state = json.loads(json.dumps(first.get_state()))
-    resumed = Mixed(sources("abcde", "xyz"), shares)
+    resumed = MixedIterator(sources("abcde", "xyz"), shares)
     resumed.set_state(state)
     assert resumed.take(43) == whole[17:]
-    other = Mixed(sources("abcde", "xyz"), Shares((2.0, 1.0), (1.0, 5.0), 31))
+    other = MixedIterator(sources("abcde", "xyz"), MixtureSchedule((2.0, 1.0), (1.0, 5.0), 31))
     with pytest.raises(DataError, match=r"num_rows=30, this run has 31: restore data\.train_w"):
         other.set_state(state)
 
@@ -74,7 +74,7 @@ def test_files_have_the_shares_of_their_weights(stream, tmp_path):
         chat_template=False,
     )
     dataset = load_dataset(config, TOKENIZER, "train", 0)
-    prompts = PromptIterator(dataset, config, 0).batch(40).prompts
+    prompts = PromptIterator(dataset, config, 0).next_batch(40).prompts
     assert collections.Counter(prompt.data_source for prompt in prompts) == {"a": 30, "b": 10}
     rows = Stream(worked_examples(config, TOKENIZER, "train", 0), 0).take(40)
     assert sum(TOKENIZER.decode(row.tokens).startswith("a") for row in rows) == 30

@@ -87,32 +87,37 @@ def test_resume_is_exact(config, taken, num_workers):
 def test_prompts_of_rl_stream_too(config, weights):
     in_memory = load_dataset(config(stream=False), TOKENIZER, "train", 0)
     dataset = load_dataset(config(train_weights=weights), TOKENIZER, "train", 0)
-    assert texts(dataset.prompts)[:3] == texts(in_memory.prompts)[:3] and dataset.longest == 256
-    batch = PromptIterator(dataset, config(), 3).batch(43)
-    assert batch.longest == 256
+    assert (
+        texts(dataset.prompts)[:3] == texts(in_memory.prompts)[:3]
+        and dataset.max_prompt_tokens == 256
+    )
+    batch = PromptIterator(dataset, config(), 3).next_batch(43)
+    assert batch.max_prompt_tokens == 256
     found = sorted(batch.prompts, key=lambda prompt: prompt.text)
     wanted = sorted(in_memory.prompts, key=lambda prompt: prompt.text)
     assert [(p.text, p.data_source) for p in found] == [(p.text, p.data_source) for p in wanted]
     assert len({prompt.index for prompt in found}) == 43
     few = load_dataset(config(max_prompt_tokens=3), TOKENIZER, "train", 0)
-    assert sorted(texts(PromptIterator(few, config(), 3).batch(20).prompts)) == sorted(
+    assert sorted(texts(PromptIterator(few, config(), 3).next_batch(20).prompts)) == sorted(
         [f"{name}{i}" for name in "ab" for i in range(10)]
     )
 
 
 def test_every_process_reads_its_pieces_and_gets_all_rows(config, monkeypatch):
     rows = worked_examples(config(), TOKENIZER, "train", 0, 8)
-    wanted = [made for _, made in map(streaming.Passes(rows, 3, True).__getitem__, range(60))]
+    wanted = [made for _, made in map(streaming.EpochSource(rows, 3, True).__getitem__, range(60))]
     opened = collections.defaultdict(set)
     sent = {}
     monkeypatch.setattr(streaming.jax, "process_count", lambda: 2)
-    read = streaming._read
+    read = streaming._piece_content
     for index in (0, 1):
         monkeypatch.setattr(streaming.jax, "process_index", lambda index=index: index)
         monkeypatch.setattr(
-            streaming, "_read", lambda piece, index=index: opened[index].add(piece) or read(piece)
+            streaming,
+            "_piece_content",
+            lambda piece, index=index: opened[index].add(piece) or read(piece),
         )
-        passes = streaming.Passes(rows, 3, True)
+        passes = streaming.EpochSource(rows, 3, True)
         entries = [passes[position] for position in range(60)]
         assert 10 < sum(mine for mine, _ in entries) < 50
 
@@ -120,11 +125,11 @@ def test_every_process_reads_its_pieces_and_gets_all_rows(config, monkeypatch):
             sent[index] = json.loads(json.dumps(action()))
             return list(sent.values())
 
-        monkeypatch.setattr(streaming.hosts, "together", together)
+        monkeypatch.setattr(streaming.multihost, "run_on_all_hosts", together)
         if index == 0:
             with pytest.raises(KeyError):  # what the other one reads is not there yet
-                streaming.agreed(lambda entries=entries: entries)
-    assert streaming.agreed(lambda: entries) == wanted
+                streaming.gather_rows(lambda entries=entries: entries)
+    assert streaming.gather_rows(lambda: entries) == wanted
     in_first_pass = len(rows.pieces)
     assert len(opened[0] | opened[1]) == in_first_pass
     assert min(map(len, opened.values())) > 1
@@ -171,12 +176,12 @@ def test_rows_from_python_are_read_like_a_file():
     config = DataConfig(task="files", train_files=("rows of train",), chat_template=False)
     wanted = ["0", "1", "2"]
     for given in (rows, iter(rows)):
-        with files.given({"train": given}):
+        with files.in_memory_rows({"train": given}):
             assert texts(worked_examples(config, TOKENIZER, "train", 0)) == wanted
     streamed = DataConfig(**{**vars(config), "stream": True})
-    with files.given({"train": rows}):
+    with files.in_memory_rows({"train": rows}):
         assert texts(stream(streamed, shuffle=False).take(4)) == [*wanted, "0"]
-        assert files.given_rows["rows of train"] is rows
+        assert files.registered_rows["rows of train"] is rows
     with pytest.raises(DataError, match="rows of train: unsupported suffix ''"):
         list(files.read_rows(config.train_files))
     for wrong, message in (
@@ -185,7 +190,7 @@ def test_rows_from_python_are_read_like_a_file():
         ({"train": "rows.jsonl"}, "rows of train: must be an iterable of mappings .dicts., got st"),
         ({"test": []}, "the splits are 'train' and, if wanted, 'eval', got"),
     ):
-        with pytest.raises(DataError, match=message), files.given(wrong):
+        with pytest.raises(DataError, match=message), files.in_memory_rows(wrong):
             pass
     sft = jaxrl_llm.default_config("sft")
     with pytest.raises(DataError, match="rows of train, row 1: this job needs the columns mess"):

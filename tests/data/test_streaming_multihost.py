@@ -30,8 +30,8 @@ drawn(sys.argv[3], sys.argv[4] + sys.argv[2], int(sys.argv[5]))
 def drawn(folder: str, out: str, num_batches: int) -> None:
     """Writes the prompts that a process draws, the pieces that it read, and what stopped it."""
     streaming._LINES_BYTES, streaming._WINDOW_BYTES = 300, 1200
-    read, pieces = streaming._read, set()
-    streaming._read = lambda piece: pieces.add(piece.start) or read(piece)
+    read, pieces = streaming._piece_content, set()
+    streaming._piece_content = lambda piece: pieces.add(piece.start) or read(piece)
     config = DataConfig(
         task="files",
         train_files=(folder,),
@@ -43,11 +43,13 @@ def drawn(folder: str, out: str, num_batches: int) -> None:
     found, said = [], ""
     try:
         for _ in range(num_batches):
-            found += [(p.text, p.index, repr(p.ground_truth)) for p in prompts.batch(7).prompts]
+            found += [
+                (p.text, p.index, repr(p.ground_truth)) for p in prompts.next_batch(7).prompts
+            ]
     except UserError as error:
         said = str(error)
     finally:
-        streaming._read = read
+        streaming._piece_content = read
     pathlib.Path(out).write_text(json.dumps([found, said, sorted(pieces), prompts.get_state()]))
 
 

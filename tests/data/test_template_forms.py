@@ -7,7 +7,7 @@ from round_trip_rows import FOLDER, TEMPLATES, tokenizer_of
 
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.template_forms import fitted_messages
-from jaxrl_llm.data.tokenizer import character_tokenizer, prompt_text, rendered
+from jaxrl_llm.data.tokenizer import character_tokenizer, prompt_text, render_chat
 
 PARTS = [{"type": "text", "text": "What "}, {"type": "text", "text": "is 2+2?"}]
 ARGUMENTS = {"city": "Köln", "unit": None}
@@ -69,19 +69,21 @@ def test_images_stay_parts():
 @pytest.mark.parametrize("template", [BY_JSON, AS_TEXT, JOINED])
 @pytest.mark.parametrize("arguments", [ARGUMENTS, json.dumps(ARGUMENTS, ensure_ascii=False)])
 def test_arguments_are_written_once(template, arguments):
-    found = rendered(tokenizer_with(template), calling(arguments), tokenize=False)
+    found = render_chat(tokenizer_with(template), calling(arguments), tokenize=False)
     assert found == '<user>x<assistant>f{"city": "Köln", "unit": null}'
 
 
 def test_a_text_of_arguments_stays_where_the_template_wants_one():
     messages = calling('{"a":1.50}')
-    assert rendered(tokenizer_with(JOINED), messages, tokenize=False).endswith('f{"a":1.50}')
-    assert rendered(tokenizer_with(BY_JSON), messages, tokenize=False).endswith('f{"a": 1.5}')
+    assert render_chat(tokenizer_with(JOINED), messages, tokenize=False).endswith('f{"a":1.50}')
+    assert render_chat(tokenizer_with(BY_JSON), messages, tokenize=False).endswith('f{"a": 1.5}')
 
 
 def test_no_arguments_are_an_empty_mapping():
     for arguments in ("", None, {}):
-        assert rendered(tokenizer_with(BY_JSON), calling(arguments), tokenize=False)[-3:] == "f{}"
+        assert (
+            render_chat(tokenizer_with(BY_JSON), calling(arguments), tokenize=False)[-3:] == "f{}"
+        )
 
 
 @pytest.mark.parametrize("template", ["{{ m.content }}", "{{ m.content + '' }}"])
@@ -89,7 +91,7 @@ def test_no_content_beside_calls_is_nothing(template):
     """Not the text None, and no refusal."""
     tokenizer = tokenizer_with(LOOP % template)
     for message in ({"content": None}, {"content": ""}):
-        shown = rendered(tokenizer, calling({}, **message), tokenize=False)
+        shown = render_chat(tokenizer, calling({}, **message), tokenize=False)
         assert shown == "<user>x<assistant>"
 
 
@@ -97,10 +99,10 @@ def test_a_template_of_calls_among_tools_alone_is_tried_with_text():
     guard = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}"
     tokenizer = tokenizer_with(guard + JOINED)
     tools = [{"type": "function", "function": {"name": "f"}}]
-    found = rendered(tokenizer, calling({"a": 1}), {"tools": tools}, tokenize=False)
+    found = render_chat(tokenizer, calling({"a": 1}), {"tools": tools}, tokenize=False)
     assert found == '<user>x<assistant>f{"a": 1}'
     with pytest.raises(DataError, match=r"the chat template refuses .* no tools"):
-        rendered(tokenizer, calling({"a": 1}), tokenize=False)
+        render_chat(tokenizer, calling({"a": 1}), tokenize=False)
 
 
 @pytest.mark.skipif(not TEMPLATES, reason="needs the folder of chat templates")
@@ -108,7 +110,7 @@ def test_a_template_of_calls_among_tools_alone_is_tried_with_text():
 def test_templates_of_models_write_arguments_alike(name):
     tokenizer = tokenizer_of(name)
     texts = {
-        rendered(tokenizer, calling(arguments, content=content), tokenize=False)
+        render_chat(tokenizer, calling(arguments, content=content), tokenize=False)
         for arguments in ({"a": 1}, '{"a": 1}')
         for content in ("", None)
     }

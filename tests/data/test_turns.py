@@ -5,10 +5,10 @@ import random
 import pytest
 from chat_dialogues import ADD, TEMPLATES, answers, dialogue, tokenizer_of
 
-from jaxrl_llm.data import masks
+from jaxrl_llm.data import loss_masks
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.masks import Dialogue
-from jaxrl_llm.data.tokenizer import character_tokenizer, rendered
+from jaxrl_llm.data.loss_masks import Dialogue
+from jaxrl_llm.data.tokenizer import character_tokenizer, render_chat
 from jaxrl_llm.data.turns import dialogue_sequences
 
 needs_templates = pytest.mark.skipif(not TEMPLATES, reason="needs the folder of chat templates")
@@ -53,7 +53,7 @@ def test_every_turn_of_qwen3_is_trained_with_its_thinking_in_its_context():
     for number, (example, size, turns) in enumerate(found.sequences):
         k = 2 + 2 * number
         assert (size, turns) == (k + 1, (k,))
-        prompt = rendered(tokenizer, messages[:k], add_generation_prompt=True, tokenize=False)
+        prompt = render_chat(tokenizer, messages[:k], add_generation_prompt=True, tokenize=False)
         said = f"<think>\nthought {number}\n</think>\n\nanswer {number}<|im_end|>\n"
         assert example.tokens == tuple(tokenizer.encode(prompt + said, add_special_tokens=False))
         (masked,) = answers(tokenizer, example)
@@ -100,7 +100,7 @@ def test_the_whole_dialogue_is_one_sequence_that_counts_what_it_loses():
     found = sequences(tokenizer, messages, rewritten_turns="whole")
     ((example, size, _),) = found.sequences
     assert (size, found.num_rewritten) == (4, 1)
-    assert example == masks.example(tokenizer, Dialogue(messages, 0, {}, ""), True)
+    assert example == loss_masks.dialogue_example(tokenizer, Dialogue(messages, 0, {}, ""), True)
     assert answers(tokenizer, example)[0] == "b<|im_end|>\n"
 
 
@@ -124,7 +124,7 @@ def test_contexts_are_those_of_sampling_under_every_template(name, seeds):
         assert sorted(pairs) == turns
         for number, (context, run) in pairs.items():
             message = given.messages[number]
-            prompt = rendered(
+            prompt = render_chat(
                 tokenizer,
                 given.messages[:number],
                 given.options,
@@ -193,7 +193,7 @@ def test_an_answer_that_brings_its_end_along_has_one_end(end):
     messages = [user("1"), {"role": "assistant", "content": f"two{end}"}]
     for content in (f"two{end}", [{"type": "text", "text": f"two{end}"}]):
         messages = [user("1"), {"role": "assistant", "content": content}]
-        given = masks.without_end_tokens(tokenizer, Dialogue(messages, 1, {}, ""))
+        given = loss_masks.without_end_tokens(tokenizer, Dialogue(messages, 1, {}, ""))
         content = given.messages[1]["content"]
         assert (content if isinstance(content, str) else content[0]["text"]) == "two"
     messages[1] = {"role": "assistant", "content": f"two{end}"}

@@ -14,9 +14,9 @@ import runs
 import serving_model
 
 from jaxrl_llm.commands.options import COMMANDS as COMMANDS_OF
-from jaxrl_llm.commands.options import OTHERS
+from jaxrl_llm.commands.options import LAUNCH_ONLY_COMMANDS
 from jaxrl_llm.config import RLConfig
-from jaxrl_llm.learner import planned
+from jaxrl_llm.planning import resolve_sizes
 from jaxrl_llm.serving import server
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer import rl
@@ -28,7 +28,11 @@ DOCUMENTS.remove(ROOT / "docs" / "log.md")
 PROGRAMS = "jaxrl_llm|python|pip|pytest|pre-commit|sbatch|kubectl|mpirun|hf"
 BEGINS = rf"(?:(?:{PROGRAMS}) |launch/tpu_pod|\.ci/run)"
 # What only an extra brings, of what the commands here could want.
-PACKAGES = {"plot": ["matplotlib"], "serve": ["fastapi", "uvicorn", "prometheus_client"]}
+PACKAGES = {
+    "math": ["math_verify"],
+    "plot": ["matplotlib"],
+    "serve": ["fastapi", "uvicorn", "prometheus_client"],
+}
 NOT_RUN = {
     r"pip install|pre-commit install": "makes the environment of .ci/run",
     r"hf download": "needs the network",
@@ -47,8 +51,8 @@ NOT_RUN = {
     r"jaxrl_llm view": "see tests/viewer/",
     r"jaxrl_llm control": "needs a run at work; see tests/e2e/test_layouts.py",
     r"jaxrl_llm (?:configs|new)\b": "see tests/commands/test_starters.py",
-    r".* --replay ": "see tests/learner/test_replay.py",
-    r".* --dry_run$": "see tests/commands/test_line.py",
+    r".* --replay ": "see tests/sampling/test_dump_source.py",
+    r".* --dry_run$": "see tests/commands/test_command_line.py",
 }
 # A run in seconds: sizes and numbers of steps are settings as all others.
 FEWER = {**runs.TINY, "trainer.num_steps": 1, "warm_start.num_steps": 2}
@@ -109,7 +113,8 @@ def test_flags_that_the_text_names_exist():
     assert not [
         (name, flag)
         for name, flag in named
-        if flag not in {f.name for f in dataclasses.fields({**COMMANDS_OF, **OTHERS}[name])}
+        if flag
+        not in {f.name for f in dataclasses.fields({**COMMANDS_OF, **LAUNCH_ONLY_COMMANDS}[name])}
     ]
 
 
@@ -129,7 +134,9 @@ def python_of(document):
 
 
 def name_of(command):
-    """Returns the name of a command, written as `python launch/NAME.py` or as `jaxrl_llm NAME`."""
+    """Returns the name of a command, written as `python launch/NAME.py` or as `jaxrl_llm
+    LOCK_FILE`.
+    """
     return pathlib.Path(command.split()[1]).stem
 
 
@@ -176,8 +183,8 @@ def test_a_run_is_described_rightly(command, capsys, place, monkeypatch):
     given = []
     (place / "my_algorithm.py").write_text(python_of("custom_algorithm.md")[0])
     monkeypatch.setattr(rl, "train", lambda config, workdir: given.append(config))
-    monkeypatch.setattr(planned, "settled", lambda config, workdir: config)
-    monkeypatch.setattr(planned, "check", lambda config, devices: 0.0)
+    monkeypatch.setattr(resolve_sizes, "resolve", lambda config, workdir: config)
+    monkeypatch.setattr(resolve_sizes, "check_memory", lambda config, devices: 0.0)
     call(capsys, command)
     (config,) = given
     assert isinstance(config, RLConfig) and not list(config.warnings())

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jaxrl_llm.algorithms.needs import check
+from jaxrl_llm.algorithms.requirements import check_functions
 from jaxrl_llm.config import AlgorithmConfig, ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -85,7 +85,7 @@ def test_the_document_lists_what_is_available(folder):
         names = [name for name in re.findall(r"`(\w+)`", row)]
         (folder / f"{field}.py").write_text(f"def f({', '.join(names)}):\n    return {result}\n")
         assert len(names) > 10
-        check(AlgorithmConfig(**{field: f"{field}.py:f"}))
+        check_functions(AlgorithmConfig(**{field: f"{field}.py:f"}))
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,10 @@ def test_the_document_lists_what_is_available(folder):
 def test_what_cannot_work_is_named(folder, field, body, message):
     (folder / "wrong.py").write_text(body + "\n")
     with pytest.raises(ConfigError, match=f"config.algorithm.{field}.*{message}"):
-        check(AlgorithmConfig(**{field: "wrong.py:f"}))
+        check_functions(AlgorithmConfig(**{field: "wrong.py:f"}))
 
 
 def test_all_problems_are_reported_together(folder):
     with pytest.raises(ConfigError, match="2 problems") as error:
-        check(AlgorithmConfig(advantage="no_file.py:f", policy_loss="no_such_module:f"))
+        check_functions(AlgorithmConfig(advantage="no_file.py:f", policy_loss="no_such_module:f"))
     assert "no file" in str(error.value) and "cannot import module" in str(error.value)

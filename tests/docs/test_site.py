@@ -107,9 +107,9 @@ def test_every_setting_has_a_meaning_and_every_meaning_a_setting():
 
 def groups():
     """Returns every group of settings."""
-    from jaxrl_llm.config.ranges import Group
+    from jaxrl_llm.config.validation import ConfigGroup
 
-    found, todo = [], [Group]
+    found, todo = [], [ConfigGroup]
     while todo:
         todo += (below := todo.pop().__subclasses__())
         found += below
@@ -167,7 +167,7 @@ def test_the_site_is_built_without_a_warning(tmp_path, monkeypatch):
     pages = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.html")}
     assert {"index.html", "reference/api.html", "reference/settings.html"} <= pages
     text = (tmp_path / "reference" / "api.html").read_text()
-    assert 'id="jaxrl_llm.train"' in text and 'id="jaxrl_llm.rollout.engine.Engine"' in text
+    assert 'id="jaxrl_llm.train"' in text and 'id="jaxrl_llm.rollout.engine.engine.Engine"' in text
     # Nothing is loaded from elsewhere.
     home = (tmp_path / "index.html").read_text()
     assert not re.findall(r'(?:src|href)="https?://[^"]+\.(?:js|css|woff2?)', home)

@@ -10,12 +10,12 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.tokenizer import character_tokenizer
-from jaxrl_llm.models import huggingface
-from jaxrl_llm.models.families import CheckpointFormatError
 from jaxrl_llm.models.finite import NotFiniteError
-from jaxrl_llm.models.safetensors_file import open_folder
+from jaxrl_llm.models.hf import checkpoint
+from jaxrl_llm.models.hf.config_reader import CheckpointFormatError
+from jaxrl_llm.models.hf.safetensors_file import open_folder
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rewards.pool import RewardError
+from jaxrl_llm.rewards.reward_pool import RewardError
 from jaxrl_llm.trainer import rl
 
 
@@ -24,7 +24,7 @@ def folder(tmp_path):
     """A random model with the tokenizer of characters."""
     path = tmp_path / "model"
     network = Network(dataclasses.replace(tiny.SHAPE, vocab_size=104, mlp_size=64))
-    huggingface.save(path, network, tiny.params(network), character_tokenizer())
+    checkpoint.save(path, network, tiny.params(network), character_tokenizer())
     return path
 
 

@@ -7,9 +7,9 @@ import pytest
 import runs
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.folder import SEAL, claim_workdir
+from jaxrl_llm.config.workdir import SEAL_FILE, claim_workdir
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards.pool import RewardError
+from jaxrl_llm.rewards.reward_pool import RewardError
 from jaxrl_llm.trainer import rl
 
 
@@ -79,7 +79,7 @@ def test_a_stop_token_beyond_the_vocabulary(tmp_path):
 def test_fewer_steps_than_are_done(tmp_path):
     claim_workdir(runs.config("grpo_tiny", {"trainer.num_steps": 7}), tmp_path)
     (tmp_path / "checkpoints" / "7").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "7" / SEAL).write_text("{}")  # else it counts as no step
+    (tmp_path / "checkpoints" / "7" / SEAL_FILE).write_text("{}")  # else it counts as no step
     before = (tmp_path / "config.json").read_text()
     with pytest.raises(ConfigError, match="has done 7 steps; set it above 7 to go on"):
         rl.train(runs.config("grpo_tiny", {"trainer.num_steps": 5}), tmp_path)

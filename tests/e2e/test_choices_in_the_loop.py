@@ -17,8 +17,8 @@ from jaxrl_llm.config.recipes import (
     RECIPES,
 )
 from jaxrl_llm.data.tokenizer import character_tokenizer
-from jaxrl_llm.learner.source import SamplingError
-from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.engine.engine import Engine
+from jaxrl_llm.sampling.source import SamplingError
 from jaxrl_llm.trainer import rl
 
 

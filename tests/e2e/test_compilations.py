@@ -7,7 +7,7 @@ import pytest
 import recipe_settings
 
 from jaxrl_llm.trainer import rl
-from jaxrl_llm.trainer.run import Run
+from jaxrl_llm.trainer.run import TrainingRun
 
 STEPS = 6
 
@@ -28,14 +28,14 @@ def prompts(folder):
 def test_nothing_is_compiled_after_the_first_step(
     recipe, one_device, tmp_path, monkeypatch, compilations
 ):
-    counts, lengths, end = [], set(), Run.end
+    counts, lengths, end = [], set(), TrainingRun.end_step
 
     def counted(self, number, state, numbers, evaluation):
         end(self, number, state, numbers, evaluation)
         counts.append(len(compilations))
         lengths.add(float(numbers["response_length/mean"]))
 
-    monkeypatch.setattr(Run, "end", counted)
+    monkeypatch.setattr(TrainingRun, "end_step", counted)
     rows = prompts(tmp_path)
     changes = {
         "data": {

@@ -5,7 +5,7 @@ import ast
 import pytest
 import runs
 
-from jaxrl_llm.algorithms import needs
+from jaxrl_llm.algorithms import requirements
 from jaxrl_llm.config.bridge import from_config_dict
 
 FILES = sorted((runs.ROOT / "configs").glob("*.py"))
@@ -21,7 +21,7 @@ def test_a_config_is_valid_and_has_no_idle_setting(file):
 
 def test_the_8b_run_has_all_four_models():
     config = from_config_dict(runs.values("ppo_8b"))
-    needed = needs.of(config.algorithm)
+    needed = requirements.requirements(config.algorithm)
     assert needed.critic and needed.reference
     assert config.rewards.models["preference"].path and not config.rewards.functions
     assert (config.mesh.fsdp, config.model.compute_dtype) == (8, "bfloat16")

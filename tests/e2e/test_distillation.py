@@ -12,10 +12,10 @@ import runs
 import tiny
 
 from jaxrl_llm.data.tokenizer import character_tokenizer
-from jaxrl_llm.learner import planned
-from jaxrl_llm.models import huggingface
-from jaxrl_llm.models.shape import random_model
+from jaxrl_llm.models.architecture import architecture_from_config
+from jaxrl_llm.models.hf import checkpoint
 from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.planning import resolve_sizes
 from jaxrl_llm.trainer import rl
 
 MIXED = {"trainer": {"minibatch_size": 32}}
@@ -35,8 +35,8 @@ CASES = {
 def a_teacher(folder, config):
     """A folder of random weights, of another shape than the policy's."""
     model = dataclasses.replace(config.model, num_layers=2, hidden_size=32)
-    network = Network(random_model(model, 104))
-    huggingface.save(folder, network, tiny.params(network), tokenizer=character_tokenizer())
+    network = Network(architecture_from_config(model, 104))
+    checkpoint.save(folder, network, tiny.params(network), tokenizer=character_tokenizer())
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,11 @@ def test_a_plan_has_the_teacher(tmp_path):
     alone = recipe_settings.config("grpo")
     a_teacher(tmp_path, alone)
     taught = recipe_settings.config("grpo", {"distillation": path})
-    place = planned.elsewhere("v5e:2x4", "", 1)
-    plans = [planned.plan(planned.filled(config, place), place) for config in (alone, taught)]
+    place = resolve_sizes.topology_target("v5e:2x4", "", 1)
+    plans = [
+        resolve_sizes.make_plan(resolve_sizes.fit_mesh(config, place), place)
+        for config in (alone, taught)
+    ]
     assert "score_teacher" not in plans[0].programs
     # Of 2 layers of a width of 32, on 8 devices: it rests there while every program runs.
     assert plans[1].programs["score_teacher"].total > plans[0].programs["score"].weights

@@ -21,7 +21,7 @@ from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.bridge import JOBS, from_config_dict
 from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import families, huggingface
+from jaxrl_llm.models.hf import checkpoint, config_reader
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.processes.supervisor import descendants
 
@@ -249,9 +249,9 @@ def groups() -> Iterator[tuple[str, Any, str]]:
 @pytest.fixture(scope="session")
 def experts(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("experts")
-    network = Network(families.shape_from_config(GLM4_MOE))
+    network = Network(config_reader.architecture_from_config(GLM4_MOE))
     params = jax.jit(network.init)(jax.random.key(0))
-    huggingface.save(folder, network, params, character_tokenizer())
+    checkpoint.save(folder, network, params, character_tokenizer())
     return folder
 
 

@@ -9,7 +9,7 @@ import runs
 from config_fields import listed
 
 from jaxrl_llm.config import RLConfig
-from jaxrl_llm.config.ranges import Range
+from jaxrl_llm.config.validation import Range
 from jaxrl_llm.trainer import rl
 
 NUMBERS = (math.inf, -1, 0, 1e-30, 1e30)

@@ -14,9 +14,9 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxrl_llm.learner import saved
-from jaxrl_llm.models import huggingface, safetensors_file
-from jaxrl_llm.models.shape import Shape
+from jaxrl_llm import saved_policy
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.hf import checkpoint, safetensors_file
 from jaxrl_llm.models.transformer import Network
 
 TEMPLATE = (
@@ -71,9 +71,9 @@ def model(tmp_path_factory, gsm8k) -> pathlib.Path:
         pad_token="<|endoftext|>",
         chat_template=TEMPLATE,
     )
-    network = Network(Shape("qwen2", 512, 64, 2, 4, 2, 16, 128, qkv_bias=True))
+    network = Network(Architecture("qwen2", 512, 64, 2, 4, 2, 16, 128, qkv_bias=True))
     params = network.init(jax.random.key(0))
-    huggingface.save(folder, network, params, tokenizer, eos_token_ids=[tokenizer.eos_token_id])
+    checkpoint.save(folder, network, params, tokenizer, eos_token_ids=[tokenizer.eos_token_id])
     return folder
 
 
@@ -148,8 +148,8 @@ def test_transformers_computes_the_same(trained, exported, gsm8k, torch):
 
     with torch.no_grad():
         expected = theirs.eval()(torch.tensor(tokens)).logits[0].numpy()
-    policy = saved.from_run(trained)
-    params, step = policy.read()
+    policy = saved_policy.policy_from_run(trained)
+    params, step = policy.read_params()
     assert step == 3
     # Tokens without a text, which RL never samples, have logits in transformers.
     network = dataclasses.replace(policy.models.policy, suppressed_tokens=())
@@ -157,7 +157,7 @@ def test_transformers_computes_the_same(trained, exported, gsm8k, torch):
 
     @jax.jit
     def forward(params, tokens):
-        hidden = network.hidden(params, tokens, positions, jnp.ones_like(tokens))
+        hidden = network.hidden_states(params, tokens, positions, jnp.ones_like(tokens))
         return network.logits(params, hidden)
 
     with jax.set_mesh(policy.models.mesh):

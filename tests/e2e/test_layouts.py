@@ -8,12 +8,12 @@ import pytest
 import recipe_settings
 import runs
 
-from jaxrl_llm.config import ConfigError, layout
+from jaxrl_llm.config import ConfigError, layout_requests
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.errors import Interrupted
-from jaxrl_llm.learner import ahead
-from jaxrl_llm.trainer import balance, layouts, rl
-from jaxrl_llm.trainer.run import Run
+from jaxrl_llm.sampling import async_source
+from jaxrl_llm.trainer import idle_balancing, relayout_schedule, rl
+from jaxrl_llm.trainer.run import TrainingRun
 
 STEPS = 4
 SMALL = {
@@ -85,15 +85,15 @@ APART = {"placement": {"choice": "hybrid"}, "mesh": {"fsdp": 1}}
 )
 def test_a_change_is_a_restart(case, text, settings, train, monkeypatch):
     """Numbers of the steps before and after, weights, moments, random state."""
-    begin = Run.begin
+    begin = TrainingRun.begin_step
 
     def ended(run, step, state):
         if step == 3:
-            run.interruption.request("enough")
+            run.interruption.request_stop("enough")
         return begin(run, step, state)
 
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr(Run, "begin", ended)
+        patch.setattr(TrainingRun, "begin_step", ended)
         train("restarted", CASES[case])
     wanted = train("restarted", CASES[case], settings)
     found = train("changed", CASES[case], {"trainer": {"layouts": (f"3 {text}",)}})
@@ -104,21 +104,21 @@ def test_a_change_is_a_restart(case, text, settings, train, monkeypatch):
 def test_a_command_is_followed_refused_and_remembered(train, tmp_path, monkeypatch):
     """What cannot be done changes nothing; a resumed run changes where the first one did."""
     told = []
-    change = layouts.Layouts.change
+    change = relayout_schedule.RelayoutSchedule.new_config
 
     def asking(self, step):
         asked = {2: "mesh.fsdp=1 mesh.tensor=2", 3: "mesh.tensor=3", 4: ""}
-        if step in asked and not layout.answers(tmp_path / "run")[step - 2 :]:
-            layout.ask(tmp_path / "run", asked[step])
+        if step in asked and not layout_requests.read_answers(tmp_path / "run")[step - 2 :]:
+            layout_requests.request_layout(tmp_path / "run", asked[step])
         found = change(self, step)
         told.append((step, found and found.mesh.tensor))
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(layouts.Layouts, "change", asking)
+        patch.setattr(relayout_schedule.RelayoutSchedule, "new_config", asking)
         first = train("run", {"checkpoint": {"every": 1, "keep": 9}})
     assert told == [(1, None), (2, 2), (3, None), (4, 1)]
-    answers = layout.answers(tmp_path / "run")
+    answers = layout_requests.read_answers(tmp_path / "run")
     assert [line["step"] for line in answers] == [2, 3, 4]
     assert [bool(line["refused"]) for line in answers] == [False, True, False]
     assert "mesh.tensor=3" in answers[1]["layout"]
@@ -136,7 +136,7 @@ def test_devices_follow_idle_times(tmp_path, monkeypatch):
     three = jax.devices()[:3]
     monkeypatch.setattr(jax, "devices", lambda *a: three)
     monkeypatch.setattr(jax, "device_count", lambda *a: 3)
-    monkeypatch.setattr(ahead, "_is_ready", lambda pending: True)  # else it depends on time
+    monkeypatch.setattr(async_source, "_all_ready", lambda pending: True)  # else it depends on time
     learners = dict.fromkeys(("policy", "critic", "reference", "reward"), "learn")
     settings = {
         "trainer": {"sampling": "async", "max_staleness": 2},
@@ -158,17 +158,24 @@ def test_devices_follow_idle_times(tmp_path, monkeypatch):
     text = "placement.pools.learn.devices=2 placement.pools.sample.devices=1"
     wanted = train("wanted", trainer={"layouts": (f"3 {text}",)})
     idle = {"perf/idle_share/learner": 0.0, "perf/idle_share/rollout": 0.8}
-    see = balance.Balance.see
-    monkeypatch.setattr(balance.Balance, "see", lambda self, numbers: see(self, numbers | idle))
+    see = idle_balancing.IdleTimeBalancer.observe
+    monkeypatch.setattr(
+        idle_balancing.IdleTimeBalancer, "observe", lambda self, numbers: see(self, numbers | idle)
+    )
     found = train("found", placement={"balance_every": 2})
-    assert layout.answers(tmp_path / "found") == [{"step": 3, "layout": text, "refused": ""}]
+    assert layout_requests.read_answers(tmp_path / "found") == [
+        {"step": 3, "layout": text, "refused": ""}
+    ]
     assert_same(found, wanted)
 
 
 def test_what_is_no_layout_is_refused(tmp_path):
     values = recipe_settings.merged(recipe_settings.SUMS, SMALL)
     config = from_config_dict(values)
-    assert layout.changed(config, "mesh.tensor=2 mesh.rollout=train").mesh.rollout == "train"
+    assert (
+        layout_requests.apply_layout(config, "mesh.tensor=2 mesh.rollout=train").mesh.rollout
+        == "train"
+    )
     for text, said in (
         ("mesh.tensor", r"'mesh.tensor' is not KEY=VALUE with one of mesh.data"),
         ("trainer.epochs=2", r"'trainer.epochs=2' is not KEY=VALUE"),
@@ -176,10 +183,10 @@ def test_what_is_no_layout_is_refused(tmp_path):
         ("mesh.tensor=-1", r"at most one axis may be -1"),
     ):
         with pytest.raises(ConfigError, match=said):
-            layout.changed(from_config_dict({**values, "mesh": {}}), text)
+            layout_requests.apply_layout(from_config_dict({**values, "mesh": {}}), text)
     for text in ("mesh.tensor=2", "1 mesh.tensor=2", "3", "x mesh.tensor=2", ""):
         with pytest.raises(ConfigError, match=r"layouts\[0\]: .* is not 'STEP KEY=VALUE ...'"):
             from_config_dict(recipe_settings.merged(values, {"trainer": {"layouts": (text,)}}))
     (tmp_path / "layouts.jsonl").write_text(json.dumps({"step": 1}) + '\n{"st')
-    assert layout.answers(tmp_path) == [{"step": 1}]
-    assert layout.asked(tmp_path) is None
+    assert layout_requests.read_answers(tmp_path) == [{"step": 1}]
+    assert layout_requests.pending_request(tmp_path) is None

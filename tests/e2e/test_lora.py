@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import recipe_settings
 
-from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner import sampler as sampler_lib
-from jaxrl_llm.learner import saved, weights
-from jaxrl_llm.models import huggingface, lora
+from jaxrl_llm import saved_policy
+from jaxrl_llm.learner import job_models, weights
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.hf import checkpoint
+from jaxrl_llm.sampling import policy_sampler
 from jaxrl_llm.trainer import rl
 
 CHANGES = {
@@ -36,7 +37,7 @@ def test_only_adapters_are_trained_and_kept(train, tmp_path):
     # As for every recipe: see test_recipes.
     assert np.mean(scores[-5:]) > np.mean(scores[:3]) + 0.15, scores
     assert jax.tree.structure(state.policy.params) == jax.tree.structure(
-        lora.only(state.policy.params)
+        lora.adapter_params(state.policy.params)
     )
     # The first step's policy is the reference to the bit, and so are its log-probs.
     assert found[1]["actor/kl_loss"] == 0.0 < found[40]["actor/kl_loss"]
@@ -50,9 +51,9 @@ def test_only_adapters_are_trained_and_kept(train, tmp_path):
     # Two moments beside the adapters, and nothing of the base.
     arrays = sum(p.stat().st_size for p in (whole / "checkpoints/40").rglob("*") if p.is_file())
     trained = bytes_of(state.policy.params)
-    policy = saved.from_run(whole)
+    policy = saved_policy.policy_from_run(whole)
     sampler, models = policy.sampler, policy.models
-    params, step = policy.read()
+    params, step = policy.read_params()
     base = bytes_of(sampler.base)
     assert 3 * trained < arrays < 3 * trained + base / 2  # what Orbax adds to any tree: 60 kB
 
@@ -66,24 +67,24 @@ def test_only_adapters_are_trained_and_kept(train, tmp_path):
     # What is read back is what was trained; merged it is what samples and what is exported.
     assert step == 40
     jax.tree.map(np.testing.assert_array_equal, params, state.policy.params)
-    merged = saved.learned(whole).whole(params)
+    merged = saved_policy.load_run(whole).full_params(params)
     assert jax.tree.structure(merged) == jax.tree.structure(sampler.base)
     sampled = sampler.weights(params)["layers"][0]["attention"]["q"]["kernel"]
-    if sampler.engine.network.products.transposes(*sampled.shape):
+    if sampler.engine_args.network.matmuls.transposes(*sampled.shape):
         sampled = sampled.T
     np.testing.assert_array_equal(sampled, merged["layers"]["0"]["attention"]["q"]["kernel"][0])
     assert not np.array_equal(sampled, sampler.base["layers"]["0"]["attention"]["q"]["kernel"][0])
-    huggingface.save(tmp_path / "export", models.policy, merged, tokenizer=models.tokenizer)
+    checkpoint.save(tmp_path / "export", models.policy, merged, tokenizer=models.tokenizer)
     config = json.loads((tmp_path / "export/config.json").read_text())
     assert config["model_type"] == "qwen2"
 
 
 def test_the_reference_is_the_base_itself(one_device):
     config = recipe_settings.config("grpo", CHANGES)
-    models = models_lib.of_job(config)
+    models = job_models.make_models(config)
     policy = weights.initial_policy(config, models)
-    frozen = weights.frozen(config, models, policy, {})
-    shared = zip(*map(jax.tree.leaves, (frozen.reference, frozen.base)), strict=True)
+    frozen = weights.load_frozen(config, models, policy, {})
+    shared = zip(*map(jax.tree.leaves, (frozen.reference, frozen.base_params)), strict=True)
     assert all(a is b for a, b in shared)
     state = weights.initial_state(config, models, policy)
     assert bytes_of(state.policy.opt_state) < 2.1 * bytes_of(state.policy.params)
@@ -92,12 +93,15 @@ def test_the_reference_is_the_base_itself(one_device):
 
 def test_new_weights_compile_nothing(one_device):
     config = recipe_settings.config("grpo", CHANGES)
-    models = models_lib.of_job(config)
+    models = job_models.make_models(config)
     policy = weights.initial_policy(config, models)
     params = weights.initial_state(config, models, policy).policy.params
-    sampler = sampler_lib.build(config, models, policy)
+    sampler = policy_sampler.make_sampler(config, models, policy)
     first = sampler.weights(params)
     moved = jax.tree.map(lambda a: jnp.asarray(a) + 0.1, params)
     sampler.weights(moved, old=first)
-    for program in (sampler.resharder.ends, *sampler.resharder.layers.values()):
+    for program in (
+        sampler.resharder.non_layer_program,
+        *sampler.resharder.layer_programs.values(),
+    ):
         assert program._cache_size() == 1

@@ -144,7 +144,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     wanted = run("ppo", {"fsdp": 8}, tmp_path / "whole", jax.devices(), **saved)
     workdir = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver.Saver, "due", lambda self, step, *_: step <= 2)
+        patch.setattr(saver.Saver, "should_save", lambda self, step, *_: step <= 2)
         run("ppo", {"fsdp": 8}, workdir, jax.devices(), **saved)
     mesh = {"fsdp": 2, "tensor": 2, "on_host": ["optimizer"]}
     found = run("ppo", mesh, workdir, jax.devices()[:4], **saved)
@@ -251,6 +251,6 @@ def test_a_run_goes_on_with_other_stages(tmp_path):
     for step, mesh in enumerate(meshes, start=1):
         count = mesh.get("stage", 1) * mesh.get("fsdp", 1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(saver.Saver, "due", lambda self, now, *_, last=step: now <= last)
+            patch.setattr(saver.Saver, "should_save", lambda self, now, *_, last=step: now <= last)
             found = run("ppo", mesh, workdir, jax.devices()[:count], **saved)
     assert_same_run(found, workdir, wanted, tmp_path / "whole")

@@ -15,7 +15,7 @@ import pytest
 import runs
 
 from jaxrl_llm.viewer import timeline
-from jaxrl_llm.viewer.timeline import Busy
+from jaxrl_llm.viewer.timeline import ProgramRun
 
 pytestmark = pytest.mark.multihost
 
@@ -36,7 +36,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 STEPS = 4
 
 
-def together(some: Sequence[Busy], others: Sequence[Busy]) -> float:
+def together(some: Sequence[ProgramRun], others: Sequence[ProgramRun]) -> float:
     """Returns the share of their time in which `some` ran while one of `others` did.
 
     Each sequence is of one device, whose runs follow each other.
@@ -197,7 +197,7 @@ def test_halves_of_every_host_work_at_the_same_time(tmp_path, cache):
     split = {"placement.choice": "split", "profiler.first_step": 3, "profiler.num_steps": 2}
     processes.run(arguments("ppo_tiny", tmp_path / "apart", **sizes, **split), 2, 2, cache)
     check_same_run(tmp_path / "apart/run", tmp_path / "together/run")
-    found = [trace.busy for trace in timeline.read(tmp_path / "apart/run")]
+    found = [trace.program_runs for trace in timeline.read_traces(tmp_path / "apart/run")]
     assert len(found) == 2
     for process in found:
         half, other = sorted({run.device for run in process if run.program == "jit_update"})

@@ -7,7 +7,7 @@ import commands
 import pytest
 import runs
 
-from jaxrl_llm.rewards.pool import RewardError
+from jaxrl_llm.rewards.reward_pool import RewardError
 from jaxrl_llm.trainer import rl
 
 FUNCTIONS = '''

@@ -1,12 +1,13 @@
 """Rows whose ground truth no answer can equal: told by file and row before a run, or left out."""
 
 import json
+import sys
 
 import commands
 import pytest
 import runs
 
-from jaxrl_llm.rewards.pool import RewardError
+from jaxrl_llm.rewards.reward_pool import RewardError
 from jaxrl_llm.trainer import rl
 
 TRUTHS = ["3", 4, " 5", None, 6.0, [7], "N/A", "8 "]
@@ -39,6 +40,18 @@ def test_the_dry_run_reports_every_row(tmp_path, capsys, function):
     for row in (4, 6, 7):
         assert f"  {path}, row {row}: '{function}' (answer): got " in said
     assert "rewards.unreadable_truths='leave_out'" in said and not workdir.exists()
+
+
+@pytest.mark.parametrize("function", ["rewards.functions", "evaluation.functions"])
+def test_math_without_its_extra_is_refused_before_a_model_is_loaded(
+    tmp_path, capsys, monkeypatch, function
+):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    changes = {**settings(rows_file(tmp_path, ["3"])), function: {"answer": {"function": "math"}}}
+    workdir = tmp_path / "run"
+    arguments = runs.flags("grpo_tiny", changes)
+    text = commands.refused(capsys, "train", *arguments, f"--workdir={workdir}")
+    assert "pip install 'jaxrl_llm[math]'" in text and not workdir.exists()
 
 
 def test_the_command_ends_with_the_report(tmp_path, capsys):

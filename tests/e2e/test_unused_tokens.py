@@ -9,7 +9,7 @@ import runs
 import tiny
 
 from jaxrl_llm.data.tokenizer import character_tokenizer
-from jaxrl_llm.models import huggingface
+from jaxrl_llm.models.hf import checkpoint
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.trainer import rl
 
@@ -20,7 +20,7 @@ NUM_TOKENS, PADDED = 104, 160
 def folder(tmp_path):
     path = tmp_path / "model"
     network = Network(dataclasses.replace(tiny.SHAPE, vocab_size=PADDED, mlp_size=64))
-    huggingface.save(path, network, tiny.params(network), character_tokenizer())
+    checkpoint.save(path, network, tiny.params(network), character_tokenizer())
     return path
 
 

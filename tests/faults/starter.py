@@ -21,15 +21,16 @@ import time
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src.path import atomicity
 
-from jaxrl_llm.agents import episode, world
-from jaxrl_llm.agents import pool as agents_pool
+from jaxrl_llm.agents import agent_pool as agents_pool
+from jaxrl_llm.agents import env_manager, episode
 from jaxrl_llm.checkpoint import saver, seal
-from jaxrl_llm.learner import ahead, batches, objectives, sampler, schedule, source, weights
+from jaxrl_llm.learner import batches, objectives, weights
 from jaxrl_llm.metrics import alerts, statistics, writer
-from jaxrl_llm.rewards import pool
-from jaxrl_llm.rollout import episodes, play
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.trainer import evaluate, supervised
+from jaxrl_llm.rewards import reward_pool
+from jaxrl_llm.rollout import episode_runner, episodes
+from jaxrl_llm.rollout.engine.engine import Engine
+from jaxrl_llm.sampling import async_schedule, async_source, policy_sampler, source
+from jaxrl_llm.trainer import evaluation, supervised
 from jaxrl_llm.trainer import rl as rl  # imported once, for all runs
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -38,22 +39,22 @@ ROOT = pathlib.Path(__file__).parents[2]
 POINTS = {
     "setup": (weights, "initial_state", "before", 1),
     "restore_before": (saver.Saver, "restore", "before", 1),
-    "restore_checked": (saver, "_restored", "before", 1),
+    "restore_checked": (saver, "_read_step", "before", 1),
     "restored": (saver.Saver, "restore", "after", 1),
     "numbers_opened": (writer, "keep_lines_before", "before", 1),
-    "rollout_before": (source.SampledNow, "take", "before", 1),
-    "rollout_during": (Engine, "_take", "after", 2),
+    "rollout_before": (source.SyncSource, "next_batch", "before", 1),
+    "rollout_during": (Engine, "_read_chunk", "after", 2),
     "rollout_after": (episodes, "rollout", "after", 1),
-    "reward_during": (pool._Worker, "begin", "after", 5),
-    "collected": (source.SampledNow, "take", "after", 1),
+    "reward_during": (reward_pool._Worker, "begin", "after", 5),
+    "collected": (source.SyncSource, "next_batch", "after", 1),
     "predicted": (batches, "assemble", "before", 1),
     "estimated": (alerts.Alerts, "allow_update", "before", 1),
     "update_before": (batches, "assemble", "after", 1),
     "update_between": (batches.Packer, "pack", "after", 5),
-    "update_after": (statistics, "mean", "after", 1),
-    "reshard_before": (sampler.Sampler, "weights", "before", 2),
-    "reshard_after": (sampler.Sampler, "weights", "after", 2),
-    "evaluation": (evaluate.Evaluator, "__call__", "before", 1),
+    "update_after": (statistics, "mean_metrics", "after", 1),
+    "reshard_before": (policy_sampler.PolicySampler, "weights", "before", 2),
+    "reshard_after": (policy_sampler.PolicySampler, "weights", "after", 2),
+    "evaluation": (evaluation.Evaluator, "__call__", "before", 1),
     "numbers_before": (writer.Writer, "write", "before", 2),
     "numbers_half": (writer, "write_all", "half", 2),
     "numbers_after": (writer.Writer, "write", "after", 2),
@@ -64,40 +65,40 @@ POINTS = {
     "save_writing": (atomicity.AtomicRenameTemporaryPath, "finalize", "before", 1),
     "part_complete": (atomicity.AtomicRenameTemporaryPath, "finalize", "after", 1),
     "commit_before": (seal.SealedPath, "finalize", "before", 3),
-    "seal_before": (seal, "write", "before", 1),
-    "seal_half": (seal, "write", "half", 1),
-    "seal_after": (seal, "write", "after", 1),
+    "seal_before": (seal, "write_seal", "before", 1),
+    "seal_half": (seal, "write_seal", "half", 1),
+    "seal_after": (seal, "write_seal", "after", 1),
     "commit_after": (seal.SealedPath, "finalize", "after", 3),
     "saved": (ocp.CheckpointManager, "wait_until_finished", "after", 2),
 }
 
 # Of episodes with tools, beside those of RL.
 OF_AGENTS = {
-    "world_before": (world.World, "begin", "before", 2),
-    "tool_asked": (agents_pool.Pool, "ask", "after", 5),
-    "tool_answered": (agents_pool.Pool, "_received", "after", 6),
-    "turn_heard": (episode.Episode, "hear", "after", 4),
+    "world_before": (env_manager.EnvManager, "begin", "before", 2),
+    "tool_asked": (agents_pool.AgentPool, "ask", "after", 5),
+    "tool_answered": (agents_pool.AgentPool, "_receive_answers", "after", 6),
+    "turn_heard": (episode.Episode, "observe", "after", 4),
     "turn_submitted": (Engine, "_extend", "before", 2),
-    "episode_judged": (episode.Episode, "finish", "after", 3),
+    "episode_judged": (episode.Episode, "apply_reward", "after", 3),
     **{name: POINTS[name] for name in ("rollout_during", "reward_during", "update_between")},
     "save_writing": POINTS["save_writing"],
 }
 
 # Of samples ahead of their step, beside those of RL.
 OF_AHEAD = {
-    "ahead_restored": (play.Play, "go_on", "after", 1),
-    "ahead_between": (ahead.SampledAhead, "meanwhile", "after", 2),
-    "ahead_scheduled": (schedule.Schedule, "end", "after", 3),
+    "ahead_restored": (episode_runner.EpisodeRunner, "resume", "after", 1),
+    "ahead_between": (async_source.AsyncSource, "on_wait", "after", 2),
+    "ahead_scheduled": (async_schedule.AsyncSchedule, "end_step", "after", 3),
 }
 
 # Of jobs on given answers; the others are as in RL.
 OF_JOBS = {
-    "job_setup": (weights, "initial", "before", 1),
+    "job_setup": (weights, "initial_params", "before", 1),
     **{name: POINTS[name] for name in ("restore_checked", "restored", "numbers_opened")},
-    "job_batch_before": (objectives.Batch, "of", "before", 5),
+    "job_batch_before": (objectives.SupervisedBatch, "from_rows", "before", 5),
     "job_update_before": (batches.Packer, "pack", "after", 5),
     "job_update_after": (supervised, "padding_share", "after", 1),
-    "job_evaluation": (evaluate.HeldOut, "__call__", "before", 1),
+    "job_evaluation": (evaluation.HeldOutLoss, "__call__", "before", 1),
     **{name: POINTS[name] for name in ("numbers_half", "numbers_after", "save_begun")},
     **{name: POINTS[name] for name in ("save_writing", "commit_before", "seal_half", "saved")},
 }
@@ -112,7 +113,7 @@ def halved(function, die):
         return file.write(data[len(data) // 2 :])
 
     def write(folder, digests):
-        (folder / seal.SEAL).write_text('{"meta/')
+        (folder / seal.SEAL_FILE).write_text('{"meta/')
         die()
         return function(folder, digests)
 

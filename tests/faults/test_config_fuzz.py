@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.algorithms import needs
+from jaxrl_llm.algorithms import requirements
 from jaxrl_llm.config import ConfigError, RLConfig
 from jaxrl_llm.config.bridge import from_config_dict, to_dict
 from jaxrl_llm.config.recipes import (
@@ -22,9 +22,9 @@ from jaxrl_llm.config.recipes import (
     REJECTIONS,
 )
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learner import lowering, planned
-from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner import job_models
 from jaxrl_llm.metrics import alerts, trackers
+from jaxrl_llm.planning import compiled_memory, resolve_sizes
 
 BASE: Mapping[str, Any] = {
     "model": {
@@ -99,8 +99,8 @@ def changed(found: list[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
     return values
 
 
-def models_of(config: RLConfig) -> models_lib.Models:
-    return models_lib.of_job(config, planned.meshes(config))
+def models_of(config: RLConfig) -> job_models.Models:
+    return job_models.make_models(config, resolve_sizes.resolved_meshes(config))
 
 
 def tried(found) -> RLConfig | None:
@@ -114,14 +114,14 @@ def tried(found) -> RLConfig | None:
     assert from_config_dict(to_dict(config)) == config
     list(config.warnings())
     try:
-        needs.check(config.algorithm)
+        requirements.check_functions(config.algorithm)
         trackers.check(config.metrics)
         alerts.check(config.alerts)
         models = models_of(config)
     except UserError as error:
         assert str(error)
         return None
-    lowering.abstract_state(config, models)
+    compiled_memory.abstract_state(config, models)
     return config
 
 
@@ -141,7 +141,7 @@ def fuzz(max_examples: int, lower_every: int) -> None:
         counts["refused" if config is None else "built"] += 1
         if config is None or counts["built"] % lower_every:
             return
-        for lower in lowering.lowered(config, models_of(config)).values():
+        for lower in compiled_memory.program_lowerings(config, models_of(config)).values():
             lower()
         counts["lowered"] += 1
 

@@ -17,7 +17,7 @@ from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.data.tokenizer_folder import PROBES
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import families, huggingface
+from jaxrl_llm.models.hf import checkpoint, config_reader
 from jaxrl_llm.models.transformer import Network
 
 NUM_FOLDERS = 500
@@ -50,10 +50,10 @@ CONTENTS = (
 
 def open_model(folder):
     """What a run reads of a model folder."""
-    families.eos_token_ids(folder)
-    network = Network(huggingface.read_shape(folder))
-    huggingface.check(folder, network)
-    return huggingface.load(folder, network)
+    config_reader.eos_token_ids(folder)
+    network = Network(checkpoint.read_architecture(folder))
+    checkpoint.check(folder, network)
+    return checkpoint.load(folder, network)
 
 
 def fault(case, seed, folder):

@@ -221,7 +221,7 @@ def read(job: str, config: DataConfig) -> None:
     """Reads all rows as a job does."""
     if job == "rl":
         dataset = load_dataset(config, TOKENIZER, "train", 0)
-        PromptIterator(dataset, config, 0).batch(ROWS)
+        PromptIterator(dataset, config, 0).next_batch(ROWS)
         return
     make = {"sft": worked_examples, "pairs": preference_pairs}[job]
     Stream(make(config, TOKENIZER, "train", 0), 0, shuffle=config.shuffle).take(ROWS)

@@ -19,8 +19,8 @@ from jaxrl_llm.data.datasets import load_dataset
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards import worker
-from jaxrl_llm.rewards.base import Scorer
+from jaxrl_llm.rewards import reward_worker
+from jaxrl_llm.rewards.base import RolloutScorer
 from jaxrl_llm.trainer import rl
 
 TOKENIZER = character_tokenizer()
@@ -109,7 +109,7 @@ def test_rows_of_parquet(tmp_path_factory, found):
 )
 def test_what_a_reward_function_returns(result):
     try:
-        found = worker.checked_result(result)
+        found = reward_worker.checked_result(result)
     except (TypeError, ValueError) as error:
         assert "a reward function returns a finite number" in str(error)
         return
@@ -118,20 +118,20 @@ def test_what_a_reward_function_returns(result):
 
 def test_a_weighted_sum_that_no_float_holds_is_refused():
     values = recipe_settings.config("grpo").rewards
-    scorer = Scorer(values, {})
+    scorer = RolloutScorer(values, {})
     try:
         term = next(iter(values.functions))
         scorer._reward_terms = {term: type(values.functions[term])(function="length", weight=1e38)}
-        from jaxrl_llm.rewards.pool import Outcome
+        from jaxrl_llm.rewards.reward_pool import CallOutcome
 
-        scorer._early.finish = lambda calls: [Outcome(1e30) for _ in calls]
+        scorer._early.collect = lambda calls: [CallOutcome(1e30) for _ in calls]
         rollouts = type(
             "Rollouts",
             (),
             {
                 "responses": ("x",),
                 "group_ids": np.array([0]),
-                "logs": (),
+                "episode_logs": (),
                 "prompts": [
                     type("Prompt", (), {"data_source": "s", "ground_truth": "", "extra_info": {}})
                 ],

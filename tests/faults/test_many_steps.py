@@ -12,7 +12,7 @@ from absl import logging as absl_logging
 
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer import rl
-from jaxrl_llm.trainer.interruption import Interruption
+from jaxrl_llm.trainer.interruption import InterruptionHandler
 
 BEFORE_A_SAVE = 90  # of 100 steps: the checkpoint before is written, the next one not begun
 SETTLED = 100 + BEFORE_A_SAVE
@@ -44,7 +44,7 @@ def test_nothing_grows(num_steps, tmp_path, monkeypatch):
         nonlocal compiled
         compiled += event == "/jax/core/compile/backend_compile_duration"
 
-    resume_point = Interruption.resume_point
+    resume_point = InterruptionHandler.set_resume_point
 
     def looked(self, step, save):
         if step % 100 == BEFORE_A_SAVE:
@@ -57,7 +57,7 @@ def test_nothing_grows(num_steps, tmp_path, monkeypatch):
             }
         resume_point(self, step, save)
 
-    monkeypatch.setattr(Interruption, "resume_point", looked)
+    monkeypatch.setattr(InterruptionHandler, "set_resume_point", looked)
     one = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
     monkeypatch.setattr(mesh_lib, "make_mesh", one)
     monkeypatch.setattr(absl_logging, "_warn_preinit_stderr", 0)

@@ -12,9 +12,9 @@ from safetensors.numpy import save_file
 from jaxrl_llm.config import MetricsConfig
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.tokenizer import character_tokenizer, load_tokenizer
-from jaxrl_llm.metrics.writer import Writer, jsonable
-from jaxrl_llm.models.families import CheckpointFormatError
-from jaxrl_llm.models.safetensors_file import open_folder
+from jaxrl_llm.metrics.writer import Writer, to_jsonable
+from jaxrl_llm.models.hf.config_reader import CheckpointFormatError
+from jaxrl_llm.models.hf.safetensors_file import open_folder
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 # Attributes that load pickles, or send them between processes.
@@ -129,4 +129,4 @@ def test_names_from_rows_do_not_become_paths(tmp_path):
     files = {path.relative_to(tmp_path).parts[:2] for path in tmp_path.rglob("*")}
     assert files == {("run",), ("run", "metrics.jsonl"), ("run", "tensorboard")}
     assert not pathlib.Path("/etc/x").exists()
-    assert jsonable({"../x": 1}) == {"../x": 1}
+    assert to_jsonable({"../x": 1}) == {"../x": 1}

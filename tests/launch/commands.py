@@ -7,7 +7,7 @@ import sys
 import pytest
 from absl import logging
 
-from jaxrl_llm.commands import line
+from jaxrl_llm.commands import command_line
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ def call(capsys, name, *arguments):
             if (file := ROOT / "launch" / f"{name}.py").exists():
                 runpy.run_path(str(file), run_name="__main__")
             else:
-                line.run(name)
+                command_line.run(name)
             code = 0
         except SystemExit as end:
             code = end.code or 0

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import yaml
 
-from jaxrl_llm.sharding import cluster
+from jaxrl_llm.sharding import cluster_detection
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
@@ -95,8 +95,8 @@ def test_the_jobset_counts_its_processes_once(jobset):
         "JOB_COMPLETION_INDEX": "1",
     }
     with mock.patch.dict(os.environ, environ):
-        start = cluster.find()
-    assert (start.how, start.num_processes, start.process_id) == ("jobset", 2, 1)
+        start = cluster_detection.detect_start()
+    assert (start.method, start.num_processes, start.process_id) == ("jobset", 2, 1)
     assert start.coordinator == "jaxrl-llm-train-0-0.jaxrl-llm:8476"
     assert {"containerPort": 8476} in container["ports"]
 
@@ -113,7 +113,7 @@ def test_the_jobset_starts_a_program_that_is_there(jobset):
 def check_command(words) -> None:
     assert words[0].startswith("python") and (ROOT / words[1]).exists()
     named = dict(word.removeprefix("--").split("=", 1) for word in words[2:])
-    assert named["start"] in cluster.STARTS
+    assert named["start"] in cluster_detection.START_METHODS
     assert (ROOT / named["config"]).exists() and named["workdir"]
 
 

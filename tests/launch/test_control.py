@@ -8,10 +8,10 @@ import pytest
 import recipe_settings
 from commands import call, refused
 
-from jaxrl_llm.checkpoint.lock import is_held, locked
-from jaxrl_llm.config import layout
+from jaxrl_llm.checkpoint.lock import exclusive_lock, is_held
+from jaxrl_llm.config import layout_requests
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.config.folder import SEAL, claim_workdir
+from jaxrl_llm.config.workdir import SEAL_FILE, claim_workdir
 
 
 @pytest.fixture
@@ -46,9 +46,9 @@ def workdir(tmp_path):
     ],
 )
 def test_what_is_no_layout_is_a_message(capsys, workdir, text, said):
-    with locked(workdir):
+    with exclusive_lock(workdir):
         assert said in refused(capsys, "control", f"--workdir={workdir}", "--wait_s=1", text)
-    assert layout.asked(workdir) is None
+    assert layout_requests.pending_request(workdir) is None
 
 
 def test_a_run_that_is_not_running_is_told_at_once(capsys, workdir):
@@ -60,17 +60,17 @@ def test_a_run_that_is_not_running_is_told_at_once(capsys, workdir):
     message = refused(capsys, "control", f"--workdir={workdir}", "mesh.fsdp=1")
     assert "has saved 0 of 7 steps" in message
     (workdir / "checkpoints" / "7").mkdir()
-    (workdir / "checkpoints" / "7" / SEAL).write_text("{}")
+    (workdir / "checkpoints" / "7" / SEAL_FILE).write_text("{}")
     message = refused(capsys, "control", f"--workdir={workdir}", "mesh.fsdp=1")
     assert "this run has ended, all 7 steps are done" in message
-    assert time.monotonic() - begin < 10 and layout.asked(workdir) is None
+    assert time.monotonic() - begin < 10 and layout_requests.pending_request(workdir) is None
 
 
 def test_a_run_that_ends_before_it_answers(capsys, workdir):
     may_end = threading.Event()
 
     def hold():
-        with locked(workdir):
+        with exclusive_lock(workdir):
             may_end.wait(30)
 
     run = threading.Thread(target=hold)
@@ -84,7 +84,9 @@ def test_a_run_that_ends_before_it_answers(capsys, workdir):
     message = refused(capsys, "control", f"--workdir={workdir}", "mesh.fsdp=1")
     run.join()
     assert "it ended before it answered" in message
-    assert layout.asked(workdir) is None  # a later run does not do what nobody waits for
+    assert (
+        layout_requests.pending_request(workdir) is None
+    )  # a later run does not do what nobody waits for
 
 
 def test_an_answer_is_told(capsys, workdir):
@@ -92,10 +94,10 @@ def test_an_answer_is_told(capsys, workdir):
     (workdir / "layouts.jsonl").write_text('7\n{"step": 1, "layo')
 
     def answer():
-        with locked(workdir):
-            while layout.asked(workdir) is None:
+        with exclusive_lock(workdir):
+            while layout_requests.pending_request(workdir) is None:
                 time.sleep(0.01)
-            layout.answer(workdir, 3, layout.asked(workdir), "")
+            layout_requests.answer_request(workdir, 3, layout_requests.pending_request(workdir), "")
 
     run = threading.Thread(target=answer)
     run.start()
@@ -104,7 +106,9 @@ def test_an_answer_is_told(capsys, workdir):
     code, out, _ = call(capsys, "control", f"--workdir={workdir}", "mesh.fsdp=1")
     run.join()
     assert code == 0 and "from step 3 on: mesh.fsdp=1" in out
-    assert layout.answers(workdir) == [{"step": 3, "layout": "mesh.fsdp=1", "refused": ""}]
+    assert layout_requests.read_answers(workdir) == [
+        {"step": 3, "layout": "mesh.fsdp=1", "refused": ""}
+    ]
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "[]", "7", "\0", '{"job": 7}', '"\\ud800"'])
@@ -116,4 +120,4 @@ def test_a_config_that_is_none_is_a_message(capsys, tmp_path, text):
 def test_a_request_that_is_none_is_no_request(workdir):
     for text in ("[" * 100_000, "{", "[]", "7", '{"layout"', json.dumps({"a": 1})):
         (workdir / "control.json").write_text(text)
-        assert layout.asked(workdir) is None
+        assert layout_requests.pending_request(workdir) is None

@@ -6,7 +6,7 @@ from commands import call, refused
 
 import jaxrl_llm
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.config.folder import claim_workdir
+from jaxrl_llm.config.workdir import claim_workdir
 
 SETTINGS = {
     "trainer": {"num_steps": 2},

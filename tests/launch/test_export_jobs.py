@@ -10,7 +10,7 @@ from commands import call
 from test_jobs import one_device  # noqa: F401
 
 import jaxrl_llm
-from jaxrl_llm.learner import saved
+from jaxrl_llm import saved_policy
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 TOKENS = np.random.default_rng(0).integers(5, 90, (1, 12)).astype(np.int32)
@@ -18,10 +18,13 @@ TOKENS = np.random.default_rng(0).integers(5, 90, (1, 12)).astype(np.int32)
 
 def ours(workdir):
     """Returns logits of the last token, or the score of the sequence, by what a run learned."""
-    found = saved.learned(workdir)
-    params, positions = found.whole(found.read()[0]), np.arange(TOKENS.shape[1], dtype=np.int32)
+    found = saved_policy.load_run(workdir)
+    params, positions = (
+        found.full_params(found.read_params()[0]),
+        np.arange(TOKENS.shape[1], dtype=np.int32),
+    )
     with jax.set_mesh(found.models.mesh):
-        hidden = found.network.hidden(params, TOKENS, positions[None], np.ones_like(TOKENS))
+        hidden = found.network.hidden_states(params, TOKENS, positions[None], np.ones_like(TOKENS))
         if found.network.head == "lm":
             return np.asarray(found.network.logits(params, hidden))[0, -1]
         return np.asarray(hidden[0, -1] @ params["score"].T)

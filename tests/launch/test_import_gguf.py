@@ -9,7 +9,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from jaxrl_llm.data.tokenizer import load_tokenizer
-from jaxrl_llm.models import families, huggingface, safetensors_file
+from jaxrl_llm.models.hf import checkpoint, config_reader, safetensors_file
 
 
 def test_import(capsys, tmp_path, monkeypatch):
@@ -19,9 +19,9 @@ def test_import(capsys, tmp_path, monkeypatch):
     code, _, log = commands.call(capsys, "import_gguf", *flags, "--dtype=bfloat16")
     assert code == 0, log
     stored = safetensors_file.open_folder(out)
-    assert {tensor.code for tensor in stored.values()} == {"BF16"}
-    assert huggingface.read_shape(out).norm_eps == 1e-5  # stored as a float32
-    assert families.eos_token_ids(out) == (2,)
+    assert {tensor.dtype_code for tensor in stored.values()} == {"BF16"}
+    assert checkpoint.read_architecture(out).norm_eps == 1e-5  # stored as a float32
+    assert config_reader.eos_token_ids(out) == (2,)
     assert json.loads((out / "config.json").read_text())["bos_token_id"] == 1
     assert load_tokenizer(str(out)).chat_template == gguf_files.TEMPLATE
     sampled = ["--prompt=hello", "--max_tokens=3"]
@@ -39,7 +39,7 @@ def test_import(capsys, tmp_path, monkeypatch):
     name = "model.layers.0.self_attn.q_proj.weight"
     expected = gguf_files.tensors("llama")[name]
     np.testing.assert_array_equal(safetensors_file.open_folder(out)[name].view(), expected)
-    assert families.eos_token_ids(out) == (2,)
+    assert config_reader.eos_token_ids(out) == (2,)
 
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "gguf", None)

@@ -52,7 +52,7 @@ def one_device(monkeypatch):
 def start(tmp_path, capsys, monkeypatch, one_device):
     """Returns `start(workdir, *flags)`, which runs the command; its exit code and what it said."""
     (tmp_path / "sft.py").write_text(FILE)
-    monkeypatch.setattr(program, "_leave", sys.exit)  # it ends a process at once
+    monkeypatch.setattr(program, "_exit_at_once", sys.exit)  # it ends a process at once
 
     def run(workdir, *flags):
         code, printed, logged = commands.call(

@@ -40,7 +40,7 @@ def refused(tmp_path, capsys, monkeypatch):
     def no_model(*args, **kwargs):
         raise AssertionError("a model is loaded before its rows are checked")
 
-    for name in ("initial", "initial_policy"):
+    for name in ("initial_params", "initial_policy"):
         monkeypatch.setattr(weights_lib, name, no_model)
 
     def run(job, rows, template):
@@ -70,10 +70,10 @@ def test_pairs_of_reward_models_are_checked_before_rl(tmp_path):
     config = from_config_dict({"rewards": judge, "preference": {"num_steps": 1}})
     rows = [{"prompt": messages, "chosen": "2", "rejected": "3"} for messages in ([ASK], [HUMAN])]
     path.write_text(json.dumps(rows[0]) + "\n")
-    supervised.check_pairs(config, character_tokenizer())
+    supervised.check_preference_pairs(config, character_tokenizer())
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match=r"pairs\.jsonl, row 2: message 1 has the role 'human'"):
-        supervised.check_pairs(config, character_tokenizer())
+        supervised.check_preference_pairs(config, character_tokenizer())
 
 
 @pytest.mark.skipif(not TEMPLATES, reason="needs the folder of chat templates")

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.config import RLConfig, RLTrainerConfig
-from jaxrl_llm.data import packing
 from jaxrl_llm.learner import batches
 from jaxrl_llm.learner.batches import Packer
-from jaxrl_llm.planning import filling
+from jaxrl_llm.packing import packed_batch, row_layout
 from jaxrl_llm.types import Rollouts
 
 B, W, SHARDS = 12, 16, 2
@@ -49,7 +48,7 @@ def test_every_token_has_one_place(step):
     assert sorted(places) == [(s, t) for s in chosen for t in range(lengths[s])]
     listed = m.sequences[m.sequences < B]
     assert sorted(listed) == chosen.tolist()
-    np.testing.assert_array_equal(np.flatnonzero(packed.chosen), chosen)
+    np.testing.assert_array_equal(np.flatnonzero(packed.is_member), chosen)
     # Where a sequence is said to begin, it does.
     for g, place in zip(*np.nonzero(m.sequences < B), strict=True):
         row, start = m.rows[g, place], m.starts[g, place]
@@ -62,9 +61,9 @@ def test_every_token_has_one_place(step):
 @jax.jit
 def there_and_back(packed, tokens, lengths):
     def back(microbatch):
-        return microbatch.unpacked(microbatch.packed(tokens), lengths, W)
+        return microbatch.to_sequences(microbatch.to_rows(tokens), lengths, W)
 
-    return packing.by_sequence(packed, back, B, W)
+    return packed_batch.map_to_sequences(packed, back, B, W)
 
 
 @settings(max_examples=40, deadline=None)
@@ -86,7 +85,7 @@ def grouped_steps(draw):
     for group in np.unique(groups):
         rows = groups == group
         common[rows] = draw(st.integers(0, lengths[rows].min() - 1))
-    return lengths, chosen, packing.Beginnings(groups, common)
+    return lengths, chosen, packed_batch.SharedPrefixes(groups, common)
 
 
 def packed_groups(lengths, chosen, common, budget=80):
@@ -99,7 +98,7 @@ def packed_groups(lengths, chosen, common, budget=80):
 @given(grouped_steps())
 def test_a_shared_beginning_has_one_place_before_what_continues_it(step):
     lengths, chosen, common = step
-    with mock.patch.object(filling, "KEY_BLOCK", 4):
+    with mock.patch.object(row_layout, "KEY_BLOCK", 4):
         packed, asked = packed_groups(*step)
     m, count = packed.microbatches, int(packed.count)
     rows, width = m.segment_ids.shape[1:]
@@ -121,7 +120,7 @@ def test_a_shared_beginning_has_one_place_before_what_continues_it(step):
         sequence, row = m.sequences[g, place], m.rows[g, place]
         ids, positions = m.segment_ids[g, row], m.positions[g, row]
         own = np.flatnonzero(ids == sequence + 1)
-        shared = m.shared[g, place]
+        shared = m.prefix_lengths[g, place]
         np.testing.assert_array_equal(positions[own], np.arange(shared, lengths[sequence]))
         np.testing.assert_array_equal(own, m.starts[g, place] + positions[own])
         before = np.arange(own[0] - 1, own[-1])
@@ -131,11 +130,11 @@ def test_a_shared_beginning_has_one_place_before_what_continues_it(step):
             assert prefix < 0 and (m.prefix_ids[g, row, own] == prefix).all()
             assert common.groups[-prefix - 1] == common.groups[sequence]
             beginning = np.flatnonzero(ids == prefix)
-            np.testing.assert_array_equal(beginning, m.beginnings[g, place] + np.arange(shared))
+            np.testing.assert_array_equal(beginning, m.prefix_starts[g, place] + np.arange(shared))
             np.testing.assert_array_equal(positions[beginning], np.arange(shared))
             assert beginning[-1] < own[0]
             before[0] = beginning[-1]
-        for at, follows in zip(m.scored[g, row], m.before[g, row], strict=True):
+        for at, follows in zip(m.scored_columns[g, row], m.previous_columns[g, row], strict=True):
             if at in own:
                 scored.append((sequence, positions[at]))
                 assert follows == before[at - own[0]]
@@ -161,15 +160,15 @@ def test_sharing_by_hand():
     """Rows of 12 hold [prompt of 4, 3 answers of 2]; alone, two sequences of 6."""
     lengths, groups = np.full(6, 6), np.repeat([0, 1], 3)
     asked = np.arange(8) >= 4
-    common = packing.Beginnings(groups, np.full(6, 4))
+    common = packed_batch.SharedPrefixes(groups, np.full(6, 4))
     settings = {"width": 8, "scored": np.broadcast_to(asked, (6, 8)), "common": common}
     packed = Packer(24, 1, attention_parity=100).pack(lengths, np.arange(6), **settings)
     m = jax.tree.map(lambda a: a[0], packed.microbatches)
     np.testing.assert_array_equal(m.segment_ids[0], [-1, -1, -1, -1, 1, 1, 2, 2, 3, 3, 0, 0][:12])
     np.testing.assert_array_equal(m.prefix_ids[0], [-1] * 10 + [0, 0])
     np.testing.assert_array_equal(m.positions[0], [0, 1, 2, 3, 4, 5, 4, 5, 4, 5, 0, 0])
-    np.testing.assert_array_equal(m.scored[0, :6], [4, 5, 6, 7, 8, 9])
-    np.testing.assert_array_equal(m.before[0, :6], [3, 4, 3, 6, 3, 8])
+    np.testing.assert_array_equal(m.scored_columns[0, :6], [4, 5, 6, 7, 8, 9])
+    np.testing.assert_array_equal(m.previous_columns[0, :6], [3, 4, 3, 6, 3, 8])
     np.testing.assert_array_equal(m.starts[:3], [0, 2, 4])
     assert (packed.microbatches.segment_ids != 0).sum() == 20
 
@@ -177,7 +176,7 @@ def test_sharing_by_hand():
 def test_sharing_where_it_pays_and_the_same_in_a_resumed_run():
     lengths, groups = np.full(16, 8), np.repeat(np.arange(4), 4)
     asked = np.broadcast_to(np.arange(8) >= 4, (16, 8))
-    common = packing.Beginnings(groups, np.full(16, 4))
+    common = packed_batch.SharedPrefixes(groups, np.full(16, 4))
     settings = {"width": 8, "scored": asked, "common": common}
 
     def width(packer, **changed):
@@ -190,7 +189,7 @@ def test_sharing_where_it_pays_and_the_same_in_a_resumed_run():
     # Attention as dear as that of wider rows, no samples beside each other, a row that devices
     # share, everything scored: as without.
     assert width(Packer(64, 1, attention_parity=1)) == 0
-    strangers = packing.Beginnings(np.arange(16), np.full(16, 4))
+    strangers = packed_batch.SharedPrefixes(np.arange(16), np.full(16, 4))
     assert width(Packer(64, 1, attention_parity=100), common=strangers) == 0
     assert width(Packer(64, 1, 2, attention_parity=100)) == 0
     assert width(packer, scored=batches.EVERY_TOKEN) == 0
@@ -216,8 +215,8 @@ def test_take_and_put_are_inverse():
         np.testing.assert_array_equal(taken["on"], microbatch.sequences < B)
         assert (taken["x"][microbatch.sequences == B] == 0).all()
         target = jax.tree.map(microbatch.put, target, taken)
-    np.testing.assert_array_equal(target["on"], packed.chosen)
-    np.testing.assert_array_equal(target["x"], np.where(packed.chosen[:, None], values["x"], 0))
+    np.testing.assert_array_equal(target["on"], packed.is_member)
+    np.testing.assert_array_equal(target["x"], np.where(packed.is_member[:, None], values["x"], 0))
 
 
 def test_accumulate_sums_over_what_is_used():
@@ -231,7 +230,9 @@ def test_accumulate_sums_over_what_is_used():
             return {"sum": microbatch.take(weights).sum(), "calls": jnp.float32(1.0)}
 
         like = {"sum": weights[0], "calls": weights[0]}
-        found = jax.jit(lambda p, f=function, like=like: packing.accumulate(p, f, like))(packed)
+        found = jax.jit(lambda p, f=function, like=like: packed_batch.accumulate(p, f, like))(
+            packed
+        )
         assert found == {"sum": 66.0, "calls": int(packed.count)}
 
 
@@ -284,7 +285,7 @@ def test_shapes_are_few():
 @pytest.mark.parametrize("budget", [512, 1536])
 def test_steps_after_the_first_have_its_shapes(budget):
     """Four prompts of GSM8K with four answers each, most of them cut off at 96 tokens."""
-    packer = Packer(budget, 1, attention_parity=1024, max_scored=96, fewest_tokens=512)
+    packer = Packer(budget, 1, attention_parity=1024, max_scored=96, min_efficient_tokens=512)
     found = set()
     for seed in range(50):
         random = np.random.default_rng(seed)
@@ -292,7 +293,7 @@ def test_steps_after_the_first_have_its_shapes(budget):
         answers = np.where(random.random(16) < 0.8, 96, random.integers(20, 96, 16))
         positions = np.arange(352)
         asked = (positions >= prompts[:, None]) & (positions < (prompts + answers)[:, None])
-        common = packing.Beginnings(np.repeat(np.arange(4), 4), prompts)
+        common = packed_batch.SharedPrefixes(np.repeat(np.arange(4), 4), prompts)
         settings = {"width": 352, "scored": asked, "common": common}
         packed = packer.pack(prompts + answers, np.arange(16), **settings)
         found.add(str(jax.tree.map(np.shape, packed)))
@@ -304,17 +305,17 @@ def test_steps_after_the_first_have_its_shapes(budget):
 def test_a_run_that_settles_has_one_shape(budget, parity):
     """Sixteen prompts of up to 160 tokens, four answers each of up to 96, in two minibatches."""
     make = functools.partial(
-        Packer, budget, 1, attention_parity=parity, max_scored=96, fewest_tokens=512
+        Packer, budget, 1, attention_parity=parity, max_scored=96, min_efficient_tokens=512
     )
     packer, width, count = make(), 256, 64
     lengths = {"samples": 4, "prompt": 160, "usual": 80, "width": width}
-    settled = packer.settle((count, 32), **lengths)
+    settled = packer.fix_shapes((count, 32), **lengths)
     wanted = [str(jax.tree.map(np.shape, packed)) for packed in settled]
     # A quarter of it at the most: short steps hardly pay for long ones.
     assert settled[0].microbatches.segment_ids[0].size <= min(budget, count * width // 4)
     resumed = make()
     resumed.set_state(packer.get_state())
-    assert str(resumed.settle((count, 32), **lengths)) == str(settled)
+    assert str(resumed.fix_shapes((count, 32), **lengths)) == str(settled)
     for seed in range(30):
         random = np.random.default_rng(seed)
         # Now all short, now all long, now mixed.
@@ -323,7 +324,7 @@ def test_a_run_that_settles_has_one_shape(budget, parity):
         answers = random.integers(1 + longest // 2 * (seed % 2), longest + 1, count)
         positions = np.arange(width)
         asked = (positions >= prompts[:, None]) & (positions < (prompts + answers)[:, None])
-        common = packing.Beginnings(np.repeat(np.arange(16), 4), prompts)
+        common = packed_batch.SharedPrefixes(np.repeat(np.arange(16), 4), prompts)
         how = {"width": width, "scored": asked, "common": common}
         half = np.sort(random.permutation(count)[:32])
         for chosen, shape in zip((np.arange(count), half), wanted, strict=True):
@@ -333,7 +334,7 @@ def test_a_run_that_settles_has_one_shape(budget, parity):
     begun = make()
     begun.pack(prompts + answers, np.arange(count), **how)
     state = begun.get_state()
-    assert begun.settle((count, 32), **lengths) == []
+    assert begun.fix_shapes((count, 32), **lengths) == []
     assert begun.get_state() == state
 
 
@@ -342,15 +343,15 @@ def test_settled_rows_suit_usual_prompts(budget):
     """One prompt in a hundred has 256 tokens, all others have 48; four answers of 96 tokens."""
     computed = {}
     for usual in (48, 256):
-        packer = Packer(budget, 1, attention_parity=2048, max_scored=96, fewest_tokens=512)
-        packer.settle((16,), samples=4, prompt=256, usual=usual, width=352)
+        packer = Packer(budget, 1, attention_parity=2048, max_scored=96, min_efficient_tokens=512)
+        packer.fix_shapes((16,), samples=4, prompt=256, usual=usual, width=352)
         positions = np.tile(np.arange(352), (16, 1))
         packed = packer.pack(
             np.full(16, 144),
             np.arange(16),
             width=352,
             scored=(positions >= 48) & (positions < 144),
-            common=packing.Beginnings(np.repeat(np.arange(4), 4), np.full(16, 48)),
+            common=packed_batch.SharedPrefixes(np.repeat(np.arange(4), 4), np.full(16, 48)),
         )
         of_rows = packed.microbatches.segment_ids[: int(packed.count)]
         computed[usual] = of_rows.size
@@ -364,10 +365,10 @@ def test_rows_are_spread_over_shards_by_cost():
     shards, width = 8, 4096
     packer = Packer(width * 4, shards)
     packed = packer.pack(lengths, np.arange(len(lengths)), width=width)
-    shares = packer.shares(packed)
+    shares = packer.sequences_by_device(packed)
     assert sorted(s for share in shares for s in share) == list(range(len(lengths)))
-    costs = [packing.workload(lengths[share]).sum() for share in shares]
-    assert max(costs) - min(costs) <= packing.workload(np.array([width]))[0]
+    costs = [packed_batch.workload(lengths[share]).sum() for share in shares]
+    assert max(costs) - min(costs) <= packed_batch.workload(np.array([width]))[0]
     # What is at work at one time differs by a row at most: no shard waits long for another.
     for g in range(int(packed.count)):
         used = (packed.microbatches.segment_ids[g] > 0).reshape(shards, -1).sum(1)
@@ -382,7 +383,7 @@ def test_rows_of_a_sequence_mesh_divide_and_budgets_are_of_a_device(shards):
     rows, width = packed.microbatches.segment_ids.shape[1:]
     assert width % (2 * shards) == 0 and 27 <= width <= 32
     assert rows * width <= 16 * shards or rows == 1
-    assert [sorted(share) for share in packer.shares(packed)] == [[0, 1, 2, 3]]
+    assert [sorted(share) for share in packer.sequences_by_device(packed)] == [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("shards", [1, pytest.param(8, marks=pytest.mark.slow)])
@@ -421,14 +422,16 @@ def test_each_epoch_takes_every_sequence_once():
     )
     config = RLConfig(trainer=RLTrainerConfig(minibatch_size=4, epochs=2))
     packer, key = Packer(BUDGET, SHARDS), jax.random.key(0)
-    order = batches.order(config, len(lengths), key)
+    order = batches.update_order(config, len(lengths), key)
     found = list(batches.minibatches(packer, rollouts, order))
     assert len(found) == 6
-    chosen = np.array([packed.chosen for packed, _ in found])
+    chosen = np.array([packed.is_member for packed, _ in found])
     np.testing.assert_array_equal(chosen.sum(1), 4)
     np.testing.assert_array_equal(chosen[:3].sum(0), 1)
     np.testing.assert_array_equal(chosen[3:].sum(0), 1)
     assert (chosen[:3] != chosen[3:]).any(), "every epoch has an order of its own"
     assert len({str(jax.random.key_data(k)) for _, k in found}) == 6
-    for (which, _), packed in zip(batches.order(config, len(lengths), key), chosen, strict=True):
+    for (which, _), packed in zip(
+        batches.update_order(config, len(lengths), key), chosen, strict=True
+    ):
         np.testing.assert_array_equal(which, np.flatnonzero(packed))

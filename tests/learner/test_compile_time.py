@@ -8,33 +8,33 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import lowering
-from jaxrl_llm.models.shape import Layer, Shape
-from jaxrl_llm.planning.shapes import SHAPES
+from jaxrl_llm.models.architecture import Architecture, LayerType
+from jaxrl_llm.planning import compiled_memory
+from jaxrl_llm.planning.published_shapes import SHAPES
 
-EXPERTS = Layer(experts=True)
-
-
-def dense(layers: int) -> Shape:
-    return narrow("Llama-3.1-8B", layers, [Layer()])
+EXPERTS = LayerType(experts=True)
 
 
-def gemma3(layers: int) -> Shape:
-    return narrow("gemma-3-27b", layers, SHAPES["gemma-3-27b"].kinds[:6])
+def dense(layers: int) -> Architecture:
+    return narrow("Llama-3.1-8B", layers, [LayerType()])
 
 
-def gpt_oss(layers: int) -> Shape:
-    return narrow("gpt-oss-20b", layers, SHAPES["gpt-oss-20b"].kinds[:2])
+def gemma3(layers: int) -> Architecture:
+    return narrow("gemma-3-27b", layers, SHAPES["gemma-3-27b"].layer_types[:6])
 
 
-def deepseek(layers: int) -> Shape:
+def gpt_oss(layers: int) -> Architecture:
+    return narrow("gpt-oss-20b", layers, SHAPES["gpt-oss-20b"].layer_types[:2])
+
+
+def deepseek(layers: int) -> Architecture:
     shape = narrow("DeepSeek-V3", layers, [EXPERTS])
     latent = dataclasses.replace(SHAPES["DeepSeek-V3"].latent, kv_rank=128, q_rank=128)
-    kinds = (Layer(),) * 3 + (EXPERTS,) * (layers - 3)
+    kinds = (LayerType(),) * 3 + (EXPERTS,) * (layers - 3)
     return dataclasses.replace(shape, layers=kinds, num_kv_heads=4, latent=latent)
 
 
-def qwen3_moe(layers: int) -> Shape:
+def qwen3_moe(layers: int) -> Architecture:
     return narrow("Qwen3-30B-A3B", layers, [EXPERTS])
 
 
@@ -47,7 +47,7 @@ PATTERNS = {
 }
 
 
-def narrow(name: str, layers: int, pattern) -> Shape:
+def narrow(name: str, layers: int, pattern) -> Architecture:
     """Returns a published model with another depth; its kernels are those of wide ones."""
     of = SHAPES[name].experts
     if of:
@@ -65,7 +65,7 @@ def narrow(name: str, layers: int, pattern) -> Shape:
     )
 
 
-def update(shape: Shape, devices):
+def update(shape: Architecture, devices):
     """Returns the lowered update of a GRPO run."""
     experts = bool(shape.experts)
     config = from_config_dict(
@@ -79,8 +79,8 @@ def update(shape: Shape, devices):
             "mesh": {"fsdp": 2, "expert": 2} if experts else {"fsdp": 4},
         }
     )
-    models = lowering.abstract_models(config, shape, devices)
-    return lowering.lowered(config, models)["train"]()
+    models = compiled_memory.abstract_models(config, shape, devices)
+    return compiled_memory.program_lowerings(config, models)["train"]()
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_the_program_of_48_layers_is_as_long_as_that_of_12(name):
     assert few.as_text().count("\n") == many.as_text().count("\n") > 1000
 
 
-def seconds(shape: Shape, devices) -> float:
+def seconds(shape: Architecture, devices) -> float:
     """Returns processor seconds to trace and compile an update: others may use the machine."""
     start = time.process_time()
     update(shape, devices).compile()

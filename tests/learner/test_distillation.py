@@ -18,16 +18,24 @@ from jaxrl_llm.config import (
     RLTrainerConfig,
     RolloutConfig,
 )
-from jaxrl_llm.config.samples import DistillationConfig, TeacherConfig
+from jaxrl_llm.config.rollout_data import DistillationConfig, TeacherConfig
 from jaxrl_llm.data.tokenizer import character_tokenizer
-from jaxrl_llm.learner import batches, distillation, estimate, optimizer, predict, update, weights
-from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner.weights import Frozen, Teacher
-from jaxrl_llm.metrics.clock import Clock
-from jaxrl_llm.models import huggingface
+from jaxrl_llm.learner import (
+    batches,
+    distillation,
+    estimate,
+    job_models,
+    optimizer,
+    predict,
+    update,
+    weights,
+)
+from jaxrl_llm.learner.weights import FrozenModels, TeacherModel
+from jaxrl_llm.metrics.timers import Clock
+from jaxrl_llm.models.hf import checkpoint
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.sharding import mesh as mesh_lib
-from jaxrl_llm.types import Estimates, Lessons, Prompt, Rewards, Rollouts
+from jaxrl_llm.types import Estimates, Prompt, Rewards, Rollouts, TeacherLogProbs
 
 B, T, K = 6, 16, 4
 VOCAB = 104
@@ -42,7 +50,7 @@ def plain_steps(monkeypatch):
         init=optax.tree.zeros_like,
         update=lambda gradients, state, params: (optax.tree.scale(-1.0, gradients), gradients),
     )
-    monkeypatch.setattr(optimizer, "make", lambda *settings: transformation)
+    monkeypatch.setattr(optimizer, "make_optimizer", lambda *settings: transformation)
 
 
 def config_of(loss, teachers=("all",), **trainer):
@@ -94,21 +102,21 @@ def run_on(monkeypatch, config, mesh=None, teacher=None):
     """Returns models, frozen weights and first state; teachers are of another shape."""
     mesh = mesh or tiny.make_mesh()
     monkeypatch.setattr(mesh_lib, "make_mesh", lambda *_: mesh)
-    models = models_lib.of_job(config)
+    models = job_models.make_models(config)
     network, params = teacher or other(models)
     teachers = {
-        name: Teacher(network, tiny.sharded(params, mesh, network))
+        name: TeacherModel(network, tiny.sharded(params, mesh, network))
         for name in config.distillation.teachers
     }
     policy = tiny.sharded(tiny.params(models.policy, scale=4.0), mesh, models.policy)
     state = weights.initial_state(config, models, policy)
-    return models, Frozen(teachers=teachers), state
+    return models, FrozenModels(teachers=teachers), state
 
 
 def dense(network, params, step):
     """Log-probs of the whole vocabulary in place of each token, [B, T, V]."""
     positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
-    hidden = network.hidden(params, step.tokens, positions, np.ones((B, T), np.int32))
+    hidden = network.hidden_states(params, step.tokens, positions, np.ones((B, T), np.int32))
     log_p = jax.nn.log_softmax(network.logits(params, hidden) / TEMPERATURE)
     return jnp.pad(log_p[:, :-1], ((0, 0), (1, 0), (0, 0)))
 
@@ -120,14 +128,14 @@ def sampled(log_p, step):
 def learned(config, models, frozen, state, step, advantage=0.0):
     """Returns the policy's gradient in one update on a step, and its metrics."""
     clock, zeros = Clock(), np.zeros((B, T), np.float32)
-    step = distillation.teaching(config, models, frozen)(step, clock)
+    step = distillation.teacher_scorer(config, models, frozen)(step, clock)
     predictions, step = predict.predictor(config, models, frozen)(state, step, clock)
     mask = step.response_mask
     given = np.where(mask, advantage, 0.0).astype(np.float32)
     estimates = Estimates(zeros, given, zeros, zeros, mask, np.ones_like(zeros))
     batch = batches.assemble(step, predictions, estimates)
-    learn = update.updater(config, models, {}, state)
-    order = batches.order(config, B, jax.random.key(0))
+    learn = update.make_updater(config, models, {}, state)
+    order = batches.update_order(config, B, jax.random.key(0))
     after, metrics = learn(1, state, step, batch, order, clock)
     return jax.tree.map(np.asarray, after.policy.opt_state), metrics
 
@@ -172,7 +180,7 @@ def test_an_update_is_the_gradient_of_the_divergence(loss, epochs, monkeypatch):
     models, frozen, state = run_on(monkeypatch, config)
     step, params = rollouts(), tiny.params(models.policy, scale=4.0)
     if epochs == 2:
-        order = batches.order(config, len(step.lengths), jax.random.key(0))
+        order = batches.update_order(config, len(step.lengths), jax.random.key(0))
         one = list(batches.minibatches(models.packer, step, order[:1]))
         monkeypatch.setattr(update, "minibatches", lambda *_: one)
     assert predict.is_on_policy(config) == (epochs == 1)
@@ -236,15 +244,15 @@ def test_each_data_source_has_its_teacher(monkeypatch):
     step = rollouts()
     config = config_of("k3", teachers=("sums",))
     models, frozen, _ = run_on(monkeypatch, config)
-    lessons = distillation.teaching(config, models, frozen)(step, Clock()).lessons
-    assert isinstance(lessons, Lessons)
+    lessons = distillation.teacher_scorer(config, models, frozen)(step, Clock()).teacher_log_probs
+    assert isinstance(lessons, TeacherLogProbs)
     taught = step.response_mask & (np.array([0, 0, 1, 1, 0, 0]) == 0)[:, None]
     np.testing.assert_array_equal(lessons.tokens[..., 0], np.where(taught, step.tokens, -1))
     want = sampled(dense(*other(models), step), step)
     np.testing.assert_allclose(lessons.log_probs[..., 0], np.where(taught, want, 0), atol=1e-5)
     both = config_of("k3", teachers=("all", "sums")).distillation
-    assert [both.teacher_of(source) for source in ("sums", "words")] == ["sums", "all"]
-    assert config.distillation.teacher_of("words") == ""
+    assert [both.teacher_for(source) for source in ("sums", "words")] == ["sums", "all"]
+    assert config.distillation.teacher_for("words") == ""
 
 
 def test_equal_rewards_leave_a_signal():
@@ -276,9 +284,9 @@ def test_another_vocabulary_is_refused(tmp_path, monkeypatch):
     teachers = {"all": TeacherConfig(path=str(tmp_path))}
 
     def checked(tokenizer, **changes):
-        huggingface.save(tmp_path, models.policy, tiny.params(models.policy), tokenizer=tokenizer)
+        checkpoint.save(tmp_path, models.policy, tiny.params(models.policy), tokenizer=tokenizer)
         settings = dataclasses.replace(config.distillation, teachers=teachers, **changes)
-        distillation.check(dataclasses.replace(config, distillation=settings), models)
+        distillation.check_teachers(dataclasses.replace(config, distillation=settings), models)
 
     checked(character_tokenizer())
     with pytest.raises(ConfigError, match=r"top_k: 500, but there are 104 tokens"):

@@ -12,8 +12,7 @@ import tiny
 from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import CheckpointConfig, ConfigError
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner import weights
+from jaxrl_llm.learner import job_models, weights
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 VALUES = {
@@ -28,7 +27,7 @@ def built(mesh, devices, **changes):
         make = functools.partial(mesh_lib.make_mesh, devices=devices)
         patch.setattr(mesh_lib, "make_mesh", make)
         config = from_config_dict({**VALUES, **changes, "mesh": mesh})
-        return config, models_lib.of_job(config)
+        return config, job_models.make_models(config)
 
 
 def begun(mesh, devices, on_host=()):
@@ -62,7 +61,7 @@ def test_a_state_restores_on_another_mesh(mesh, count, on_host, tmp_path):
     saver = Saver(tmp_path, CheckpointConfig())
     saver.save(1, state, {})
     other = begun(mesh, jax.devices()[:count], on_host)
-    restored, _, _ = saver.restore(weights.abstract(other))
+    restored, _, _ = saver.restore(weights.abstract_arrays(other))
     saver.close()
     for got, want, like in zip(
         *(jax.tree.leaves(tree) for tree in (restored, state, other)), strict=True
@@ -79,15 +78,15 @@ def test_no_device_ever_holds_a_whole_array():
     """Neither the weights' birth nor that of the moments makes an array as large as one weight."""
     mesh = tiny.make_mesh(fsdp=8)
     network = tiny.with_sizes(hidden_size=64, num_kv_heads=4, mlp_size=256, vocab_size=512)
-    shardings = models_lib.train_shardings(network, mesh)
+    shardings = job_models.train_shardings(network, mesh)
     init = jax.jit(network.init, out_shardings=shardings).lower(jax.random.key(0))
     params = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-        network.abstract(),
+        network.abstract_params(),
         shardings,
     )
     adam = optax.adamw(1e-3)
-    places = jax.tree.map(lambda a: a.sharding, weights.abstract_optimizer(adam, params, mesh))
+    places = jax.tree.map(lambda a: a.sharding, weights.abstract_opt_state(adam, params, mesh))
     moments = jax.jit(adam.init, out_shardings=places).lower(params)
     largest = max(np.prod(a.shape) for a in jax.tree.leaves(params))
     for program in (init, moments):

@@ -11,7 +11,7 @@ import tiny
 from jaxrl_llm.config import AlgorithmConfig, RLConfig, recipes
 from jaxrl_llm.learner.estimate import estimator, signal_check
 from jaxrl_llm.learner.weights import LearnerState
-from jaxrl_llm.metrics.clock import Clock
+from jaxrl_llm.metrics.timers import Clock
 from jaxrl_llm.types import EpisodeLog, Predictions, Rewards, Rollouts
 
 # Two prompts, two samples each, three tokens; the prompt is the first.
@@ -41,7 +41,7 @@ def estimate(
         stopped=np.asarray(stopped),
         prompts=(),
         responses=(),
-        logs=logs,
+        episode_logs=logs,
     )
     terms = {"answer": SCORES}
     rewards = Rewards(SCORES, terms, {"answer": rows + 1}, rows + costs, rows, ({},) * 4, 0)
@@ -152,7 +152,7 @@ def test_a_row_that_is_left_out_is_as_if_it_were_not_there(advantage, group_std)
         )
         terms, weights = {"answer": found}, {"answer": zeros + 1}
         details = ({},) * len(rows)
-        rewards = Rewards(found, terms, weights, zeros, zeros, details, 0, left_out=left_out)
+        rewards = Rewards(found, terms, weights, zeros, zeros, details, 0, excluded=left_out)
         known = (np.where(mask, each[rows], 0).astype(np.float32) for each in (values, old))
         value, log_probs = (jnp.asarray(each) for each in known)
         empty = jnp.zeros(mask.shape)

@@ -15,12 +15,12 @@ from engine_work import LIMIT, request
 
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.models import attention
-from jaxrl_llm.models.attention import Scoring
+from jaxrl_llm.models.attention import AttentionScoring
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rollout import paged_attention, paged_attention_gpu
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.paged_attention import Reach
-from jaxrl_llm.rollout.requests import SamplingParams
+from jaxrl_llm.rollout.engine import paged_attention_gpu, paged_attention_tpu
+from jaxrl_llm.rollout.engine.engine import Engine
+from jaxrl_llm.rollout.engine.paged_attention_tpu import AttentionWindow
+from jaxrl_llm.rollout.engine.requests import SamplingParams
 from jaxrl_llm.trainer import rl
 
 pytestmark = pytest.mark.gpu
@@ -65,11 +65,16 @@ def test_cudnn_attends_as_xla_does(window):
 @pytest.mark.parametrize(
     ("reach", "scoring", "sizes", "dtype"),
     [
-        (Reach(0, 0), Scoring(), (128, 128), "bfloat16"),
-        (Reach(300, 0), Scoring(cap=5.0), (96, 96), "bfloat16"),
-        (Reach(0, 500), Scoring(scale=0.1), (576,), "bfloat16"),  # latents, values in keys
-        (Reach(0, 0), Scoring(), (64, 64), "float8_e4m3fn"),
-        (Reach(0, 0), Scoring(), (64, 64), "float32"),
+        (AttentionWindow(0, 0), AttentionScoring(), (128, 128), "bfloat16"),
+        (AttentionWindow(300, 0), AttentionScoring(cap=5.0), (96, 96), "bfloat16"),
+        (
+            AttentionWindow(0, 500),
+            AttentionScoring(scale=0.1),
+            (576,),
+            "bfloat16",
+        ),  # latents, values in keys
+        (AttentionWindow(0, 0), AttentionScoring(), (64, 64), "float8_e4m3fn"),
+        (AttentionWindow(0, 0), AttentionScoring(), (64, 64), "float32"),
     ],
 )
 def test_the_kernel_reads_pages_as_the_loop_does(reach, scoring, sizes, dtype):
@@ -82,14 +87,19 @@ def test_the_kernel_reads_pages_as_the_loop_does(reach, scoring, sizes, dtype):
     compute = "float32" if dtype == "float32" else "bfloat16"
     rows = jnp.asarray(random.standard_normal((6, 2, 7, sizes[0])), compute)
     value_size = sizes[1] if values else 512
-    assert paged_attention_gpu.fits([keys, *values], value_size)
+    assert paged_attention_gpu.kernel_supports([keys, *values], value_size)
     how = {"group": 7, "reach": reach, "scoring": scoring, "value_size": value_size}
     given = rows, keys, values[0] if values else None, table, jnp.asarray(ends), jnp.asarray(ends)
     ours, theirs = (
         jax.jit(functools.partial(read, **how))(*given)
-        for read in (paged_attention_gpu.by_kernel, paged_attention.by_loop)
+        for read in (
+            paged_attention_gpu.gpu_partial_attention,
+            paged_attention_tpu.loop_partial_attention,
+        )
     )
-    mixed, wanted = (np.asarray(s.mixed / jnp.maximum(s.total, 1e-30)) for s in (ours, theirs))
+    mixed, wanted = (
+        np.asarray(s.weighted_values / jnp.maximum(s.weight_sum, 1e-30)) for s in (ours, theirs)
+    )
     # Weights are rounded to bfloat16, which has 8 bits, or multiplied in TensorFloat-32, 11 bits.
     assert np.abs(mixed - wanted).max() <= 0.02 * np.abs(wanted).max()
     assert (mixed[1] == 0).all()

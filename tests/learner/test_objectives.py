@@ -10,17 +10,16 @@ import tiny
 
 from jaxrl_llm.config.bridge import JOBS
 from jaxrl_llm.config.learner import RouterConfig, RouterLossConfig, SupervisedTrainerConfig
-from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner import objectives, predict, routing, update, weights
+from jaxrl_llm.learner import job_models, objectives, predict, router_replay, update, weights
 from jaxrl_llm.learner.batches import Packer
-from jaxrl_llm.learner.objectives import Batch
-from jaxrl_llm.models.shape import Experts, Layer
+from jaxrl_llm.learner.objectives import SupervisedBatch
+from jaxrl_llm.models.architecture import Experts, LayerType
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.types import Example
 
 SHAPE = dataclasses.replace(
     tiny.SHAPE,
-    layers=(Layer(), Layer(experts=True)),
+    layers=(LayerType(), LayerType(experts=True)),
     experts=Experts(num=4, per_token=2, size=12, scores="sigmoid", selection_bias=True),
 )
 ROUTER = RouterLossConfig(balance_coef=0.3, z_coef=0.2, bias_rate=0.25)
@@ -36,7 +35,7 @@ def batch_of(job):
         )
         for _ in range(4)
     ]
-    return Batch.of(rows, Packer(64, 1))
+    return SupervisedBatch.from_rows(rows, Packer(64, 1))
 
 
 @pytest.mark.slow
@@ -47,12 +46,12 @@ def test_router_losses_are_those_of_rl_on_the_same_tokens(job):
     config = JOBS[job](router=ROUTER, trainer=trainer)
     head = "scalar" if job == "reward_model" else "lm"
     network = Network(SHAPE, head=head)
-    made = models_lib.of_job(JOBS[job](trainer=trainer))
+    made = job_models.make_models(JOBS[job](trainer=trainer))
     made = dataclasses.replace(made, policy=network, value=network)
     objective = dataclasses.replace(MAKE[job](config, made), mesh=tiny.make_mesh())
     batch = jax.tree.map(jnp.asarray, batch_of(job))
     params = jax.tree.map(jnp.asarray, tiny.params(network))
-    state = weights.trainable(params, trainer.optimizer, 2, objective.mesh)
+    state = weights.make_trainable(params, trainer.optimizer, 2, objective.mesh)
 
     def losses(params, config):
         plain = MAKE[job](config, made)
@@ -65,7 +64,7 @@ def test_router_losses_are_those_of_rl_on_the_same_tokens(job):
 
     @jax.jit
     def rl_penalty(params, microbatch):
-        told = routing.told(of_rl, microbatch, batch.mask)
+        told = router_replay.router_inputs(of_rl, microbatch, batch.mask)
         if head == "scalar":
             _, routed = predict.token_values(network, params, batch.tokens, microbatch, told)
         else:
@@ -73,7 +72,7 @@ def test_router_losses_are_those_of_rl_on_the_same_tokens(job):
                 network, params, batch.tokens, microbatch, temperature=1.0, chunk=64,
                 entropy="none", routing=told,
             )  # fmt: skip
-        return routing.penalty(of_rl, routed, batch.mask)[0]
+        return router_replay.router_loss(of_rl, routed, batch.mask)[0]
 
     first = lambda p: [  # noqa: E731
         rl_penalty(p, jax.tree.map(lambda a, i=i: jnp.asarray(a[i]), batch.packed.microbatches))
@@ -86,11 +85,11 @@ def test_router_losses_are_those_of_rl_on_the_same_tokens(job):
     for step in (1, 2):
         before = jax.device_get(state.params["layers"]["1"]["mlp"]["router"]["selection_bias"])
         state, found = jax.jit(
-            lambda state: update.after_routers(
+            lambda state: update.with_router_update(
                 ROUTER,
                 SHAPE,
-                *update.take_update(
-                    state, trainer.optimizer, 2, batch.packed, objective.reader(batch),
+                *update.optimizer_step(
+                    state, trainer.optimizer, 2, batch.packed, objective.forward_spec(batch),
                     lambda p, m: objective.loss(p, m, batch), "float32", job,
                 ),
                 job,
@@ -100,5 +99,5 @@ def test_router_losses_are_those_of_rl_on_the_same_tokens(job):
         load = np.array([found[f"router/load/{e:03d}"] for e in range(4)])
         np.testing.assert_allclose(after - before, 0.25 * np.sign(1 - load)[None], atol=1e-6)
         assert found["router/balance_loss"] > 0 and "routers" not in found, step
-    measured = objectives.measurement(objective)(state.params, {}, batch)
+    measured = objectives.make_metrics_program(objective)(state.params, {}, batch)
     assert not any(name.startswith("router") for name in measured)

@@ -21,18 +21,18 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_by_hand(name):
-    schedule = optimizer.learning_rate(dataclasses.replace(BASE, schedule=name), 11)
+    schedule = optimizer.learning_rate_schedule(dataclasses.replace(BASE, schedule=name), 11)
     np.testing.assert_allclose([schedule(i) for i in range(13)], SCHEDULES[name], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_at_their_edges(name):
     config = OptimizerConfig(learning_rate=0.5, schedule=name)
-    assert optimizer.learning_rate(config, 4)(0) == 0.5  # no warm-up
+    assert optimizer.learning_rate_schedule(config, 4)(0) == 0.5  # no warm-up
     still = dataclasses.replace(config, learning_rate=0.0, warmup_steps=2)
-    assert all(optimizer.learning_rate(still, 4)(i) == 0.0 for i in range(5))
+    assert all(optimizer.learning_rate_schedule(still, 4)(i) == 0.0 for i in range(5))
     # A run that ends within its warm-up never decays.
-    short = optimizer.learning_rate(dataclasses.replace(config, warmup_steps=9), 3)
+    short = optimizer.learning_rate_schedule(dataclasses.replace(config, warmup_steps=9), 3)
     np.testing.assert_allclose([short(i) for i in range(3)], [0.05, 0.1, 0.15], rtol=1e-6)
 
 
@@ -42,7 +42,7 @@ def test_first_update_by_hand():
     config = OptimizerConfig(
         learning_rate=0.5, weight_decay=0.1, max_grad_norm=1.0, eps=1e-30, moment_dtype="bfloat16"
     )
-    make = optimizer.make(config, 10)
+    make = optimizer.make_optimizer(config, 10)
     params = {"w": jnp.array([1.0, -2.0])}
     params, state, norm, skipped = optimizer.apply_if_finite(
         make, {"w": jnp.array([3.0, 4.0])}, make.init(params), params
@@ -62,7 +62,10 @@ def test_updates_are_those_of_float64(beta1, beta2):
     config = OptimizerConfig(
         learning_rate=1.0, weight_decay=0.0, beta1=beta1, beta2=beta2, max_grad_norm=1e9
     )
-    make, gradients = optimizer.make(config, 10), np.random.default_rng(0).normal(size=(9, 4))
+    make, gradients = (
+        optimizer.make_optimizer(config, 10),
+        np.random.default_rng(0).normal(size=(9, 4)),
+    )
     params = {"w": jnp.zeros(4)}
     state, first, second = make.init(params), np.zeros(4), np.zeros(4)
     for n, gradient in enumerate(gradients.astype(np.float32), start=1):
@@ -75,7 +78,7 @@ def test_updates_are_those_of_float64(beta1, beta2):
 
 def test_no_clipping_at_infinity():
     config = OptimizerConfig(max_grad_norm=float("inf"))
-    make = optimizer.make(config, 1)
+    make = optimizer.make_optimizer(config, 1)
     gradients = {"w": jnp.array([3e10, 4e10])}
     _, state, norm, _ = optimizer.apply_if_finite(make, gradients, make.init(gradients), gradients)
     np.testing.assert_allclose(state[1][0].mu["w"], [3e9, 4e9], rtol=1e-6)
@@ -84,7 +87,7 @@ def test_no_clipping_at_infinity():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
 def test_a_gradient_that_is_not_finite_changes_nothing(bad):
-    make = optimizer.make(OptimizerConfig(learning_rate=0.1), 10)
+    make = optimizer.make_optimizer(OptimizerConfig(learning_rate=0.1), 10)
     params = {"a": jnp.ones(3), "b": jnp.ones((2, 2), jnp.bfloat16)}
     apply = jax.jit(lambda *args: optimizer.apply_if_finite(make, *args))
     good = jax.tree.map(jnp.ones_like, params)
@@ -110,7 +113,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
 def test_what_the_optimizer_makes_of_a_finite_gradient_decides(settings):
     """0/0 where there is no gradient, infinite steps, and a sum that bfloat16 does not hold."""
     config = OptimizerConfig(**{"learning_rate": 0.1, **settings})
-    make = optimizer.make(config, 10)
+    make = optimizer.make_optimizer(config, 10)
     params = {"a": jnp.array([1.0, -2.0]), "b": jnp.full((2, 2), -3.3e38, jnp.bfloat16)}
     gradient = {"a": jnp.array([1.0, 0.0]), "b": jnp.full((2, 2), 2.0)}
     state = make.init(params)
@@ -135,7 +138,7 @@ def test_norms_of_modules_make_the_whole():
 
 def test_moments_and_sums_are_wide_whatever_the_parameters_are():
     config = OptimizerConfig(learning_rate=2.0**-10, weight_decay=0.0, max_grad_norm=1e9)
-    make = optimizer.make(config, 1)
+    make = optimizer.make_optimizer(config, 1)
     params = {"w": jnp.ones(4, jnp.bfloat16)}
     state = make.init(params)
     assert {a.dtype for a in jax.tree.leaves(state) if a.ndim} == {jnp.dtype("float32")}
@@ -148,7 +151,7 @@ def test_moments_and_sums_are_wide_whatever_the_parameters_are():
 
 
 def test_an_update_that_is_not_allowed_changes_nothing():
-    make = optimizer.make(OptimizerConfig(learning_rate=0.1), 10)
+    make = optimizer.make_optimizer(OptimizerConfig(learning_rate=0.1), 10)
     params = {"a": jnp.ones(3)}
     state = make.init(params)
     apply = jax.jit(lambda allowed: optimizer.apply_if_finite(make, params, state, params, allowed))

@@ -15,10 +15,11 @@ from jaxrl_llm.config import (
     RolloutConfig,
 )
 from jaxrl_llm.config.recipes import RECIPES
-from jaxrl_llm.learner import batches, estimate, planned, predict, sampler, update, weights
-from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.metrics.clock import Clock
-from jaxrl_llm.sharding import pools
+from jaxrl_llm.learner import batches, estimate, job_models, predict, update, weights
+from jaxrl_llm.metrics.timers import Clock
+from jaxrl_llm.planning import resolve_sizes
+from jaxrl_llm.sampling import policy_sampler
+from jaxrl_llm.sharding import device_pools
 from jaxrl_llm.types import Prompt, Rewards, Rollouts, Weights
 
 B, T = 16, 32
@@ -64,27 +65,29 @@ def rewards_of(count: int = B) -> Rewards:
 def two_updates(choice: str):
     """Returns predictions, metrics and the state after two minibatches of one step."""
     run = config(choice)
-    models = models_lib.of_job(run, planned.meshes(run))
+    models = job_models.make_models(run, resolve_sizes.resolved_meshes(run))
     policy = weights.initial_policy(run, models)
-    frozen = weights.frozen(run, models, policy, {})
+    frozen = weights.load_frozen(run, models, policy, {})
     state = weights.initial_state(run, models, policy)
     predictions_of = predict.predictor(run, models, frozen)
     estimates_of = estimate.estimator(run, models.mesh)
-    learn = update.updater(run, models, frozen.base, state)
+    learn = update.make_updater(run, models, frozen.base_params, state)
     rollouts, clock = rollouts_of(), Clock()
     predictions, _ = predictions_of(state, rollouts, clock)
     estimates, state, _ = estimates_of(state, rollouts, rewards_of(), predictions, clock)
-    batch = learn.spread(batches.assemble(rollouts, predictions, estimates))
+    batch = learn.replicate_batch(batches.assemble(rollouts, predictions, estimates))
     found = []
-    order = batches.order(run, len(rollouts.lengths), jax.random.key(3))
+    order = batches.update_order(run, len(rollouts.lengths), jax.random.key(3))
     for packed, key in batches.minibatches(models.packer, rollouts, order):
         state, metrics = learn.update(state, batch, packed, key)
         found.append(jax.device_get(metrics))
-    sampling = sampler.build(run, models, frozen.base)
+    sampling = policy_sampler.make_sampler(run, models, frozen.base_params)
     sampled = sampling.weights(state.policy.params)
     sampling.release(Weights(sampled, 0))
-    assert all(leaf.is_deleted() == sampling.rests for leaf in jax.tree.leaves(sampled))
-    assert sampling.rests == (choice != "standalone")
+    assert all(
+        leaf.is_deleted() == sampling.pauses_in_training for leaf in jax.tree.leaves(sampled)
+    )
+    assert sampling.pauses_in_training == (choice != "standalone")
     sampled = sampling.weights(state.policy.params, old=sampled)
     return models, jax.device_get(predictions), found, jax.device_get((state, sampled))
 
@@ -100,7 +103,7 @@ def test_roles_apart_give_the_numbers_of_roles_together(choice, colocated):
     _, predictions, metrics, (state, sampled) = colocated
     models, other_predictions, other_metrics, (other_state, other_sampled) = two_updates(choice)
     assert models.meshes["policy"] != models.meshes["critic"]
-    assert len(pools.devices(models.meshes.values())) == 8
+    assert len(device_pools.all_devices(models.meshes.values())) == 8
     # Sums over four devices and over eight come in another order; float32.
     for mine, other in zip(metrics, other_metrics, strict=True):
         assert mine.keys() == other.keys() and "critic/vf_loss" in mine

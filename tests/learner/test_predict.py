@@ -16,10 +16,9 @@ from jaxrl_llm.config import (
     RLTrainerConfig,
     RolloutConfig,
 )
-from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner import predict
+from jaxrl_llm.learner import job_models, predict
 from jaxrl_llm.learner import weights as weights_lib
-from jaxrl_llm.metrics.clock import Clock
+from jaxrl_llm.metrics.timers import Clock
 from jaxrl_llm.types import Rollouts
 
 B, T = 12, 32
@@ -37,7 +36,7 @@ CONFIG = RLConfig(
 
 @pytest.fixture(scope="module")
 def run():
-    models = models_lib.of_job(CONFIG)
+    models = job_models.make_models(CONFIG)
     policy, reference = (
         tiny.sharded(tiny.params(models.policy, seed=seed), models.mesh, models.policy)
         for seed in (0, 1)
@@ -48,8 +47,8 @@ def run():
         "score": jax.device_put(head, state.critic.params["score"].sharding)
     }
     state = dataclasses.replace(state, critic=dataclasses.replace(state.critic, params=critic))
-    scorers = {"judge": weights_lib.Scalar(models.value, critic)}
-    return models, weights_lib.Frozen(reference=reference, scorers=scorers), state
+    scorers = {"judge": weights_lib.RewardModel(models.value, critic)}
+    return models, weights_lib.FrozenModels(reference=reference, scorers=scorers), state
 
 
 @pytest.fixture(scope="module")
@@ -103,4 +102,4 @@ def test_predictions_are_of_one_pass(run, rollouts):
 
 def hidden_of(network, params, tokens):
     positions = np.broadcast_to(np.arange(T, dtype=np.int32), tokens.shape)
-    return jax.jit(network.hidden)(params, tokens, positions, np.ones_like(tokens))
+    return jax.jit(network.hidden_states)(params, tokens, positions, np.ones_like(tokens))

@@ -19,14 +19,12 @@ from jaxrl_llm.config import (
     RLTrainerConfig,
     RolloutConfig,
 )
+from jaxrl_llm.config.logging_config import AlertConfig
 from jaxrl_llm.config.recipes import AGGREGATIONS
-from jaxrl_llm.config.records import AlertConfig
-from jaxrl_llm.data import packing
-from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner import optimizer, predict, update, weights
+from jaxrl_llm.learner import job_models, optimizer, predict, update, weights
 from jaxrl_llm.learner.batches import Packer
-from jaxrl_llm.learner.models import Models
-from jaxrl_llm.planning import filling
+from jaxrl_llm.learner.job_models import Models
+from jaxrl_llm.packing import packed_batch, row_layout
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Minibatch
 
@@ -54,7 +52,7 @@ def plain_steps(monkeypatch):
         init=optax.tree.zeros_like,
         update=lambda gradients, state, params: (optax.tree.scale(-1.0, gradients), gradients),
     )
-    monkeypatch.setattr(optimizer, "make", lambda *settings: transformation)
+    monkeypatch.setattr(optimizer, "make_optimizer", lambda *settings: transformation)
 
 
 class Tiny(NamedTuple):
@@ -74,11 +72,11 @@ def tiny_run(mesh, algorithm, monkeypatch, epochs=2, alerts=AlertsConfig(), **se
         rollout=RolloutConfig(temperature=0.8),
         alerts=alerts,
     )
-    return Tiny(config, models_lib.of_job(config))
+    return Tiny(config, job_models.make_models(config))
 
 
 def updater_of(run, state):
-    return update.updater(run.config, run.models, {}, state)
+    return update.make_updater(run.config, run.models, {}, state)
 
 
 def initial(run, policy=None):
@@ -146,7 +144,7 @@ def learned(run, *, budget=1024, width=T, **settings):
     learn = updater_of(run, state)
     after, metrics = learn.update(
         state,
-        learn.spread(batch_of(run.models.policy, width)),
+        learn.replicate_batch(batch_of(run.models.policy, width)),
         packed_of(run.models.mesh, budget, width),
         jax.random.key(3),
         **settings,
@@ -190,7 +188,7 @@ def test_update_is_the_plain_gradient(reference, monkeypatch):
 
     def loss(params):
         positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-        hidden = run.models.policy.hidden(
+        hidden = run.models.policy.hidden_states(
             params, batch.tokens, positions, jnp.ones((B, T), jnp.int32)
         )
         log_p = jax.nn.log_softmax(run.models.policy.logits(params, hidden)[:, :-1] / 0.8)
@@ -225,7 +223,7 @@ def test_the_only_update_of_a_step_finds_the_old_log_probs_itself(algorithm, mon
         state = initial(run)
         learn = updater_of(run, state)
         after, metrics = learn.update(
-            state, learn.spread(rows), packed_of(ONE, 4 * T), jax.random.key(3)
+            state, learn.replicate_batch(rows), packed_of(ONE, 4 * T), jax.random.key(3)
         )
         found.append((jax.tree.map(np.asarray, after.policy.opt_state), metrics))
     (want, _), (got, metrics) = found
@@ -314,10 +312,10 @@ def grouped_batch(network):
 )
 def test_a_prompt_read_once_teaches_the_same(sizes, budget, algorithm, monkeypatch):
     """Policy's and critic's gradients of rows in which samples share their prompt's tokens."""
-    monkeypatch.setattr(filling, "KEY_BLOCK", 4)
+    monkeypatch.setattr(row_layout, "KEY_BLOCK", 4)
     run = tiny_run(tiny.make_mesh(**sizes), algorithm, monkeypatch)
     batch = grouped_batch(run.models.policy)
-    alike = packing.beginnings(batch.tokens, batch.lengths, batch.response_mask, GROUPS)
+    alike = packed_batch.shared_prefixes(batch.tokens, batch.lengths, batch.response_mask, GROUPS)
     np.testing.assert_array_equal(alike.lengths, PROMPTS)
     shards = run.models.mesh.shape["data"] * run.models.mesh.shape["fsdp"]
     found, tokens, blocks = [], [], []
@@ -328,7 +326,9 @@ def test_a_prompt_read_once_teaches_the_same(sizes, budget, algorithm, monkeypat
         )
         state = initial(run)
         learn = updater_of(run, state)
-        after, metrics = learn.update(state, learn.spread(batch), packed, jax.random.key(3))
+        after, metrics = learn.update(
+            state, learn.replicate_batch(batch), packed, jax.random.key(3)
+        )
         gradients = jax.tree.map(np.asarray, (after.policy.opt_state, after.critic.opt_state))
         numbers = {k: float(v) for k, v in metrics.items() if not k.startswith("perf/")}
         found.append((gradients, numbers))
@@ -388,7 +388,7 @@ def test_an_update_beyond_the_kl_alert_is_not_taken(limit, skipped, monkeypatch)
     state = initial(run)
     step = updater_of(run, state)
     before = jax.tree.map(np.array, state.policy)
-    state, metrics = step.update(state, step.spread(batch), packed, key)
+    state, metrics = step.update(state, step.replicate_batch(batch), packed, key)
     assert 0.5 < metrics["actor/ppo_kl"] < 5.0
     assert metrics["actor/skipped_updates"] == skipped
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), state.policy, before)
@@ -410,7 +410,9 @@ def test_what_is_not_finite_changes_nothing(monkeypatch):
         values[row, column] = np.nan
         return dataclasses.replace(batch, **{name: values})
 
-    state, metrics = step.update(state, step.spread(spoiled("advantages", row)), packed, key)
+    state, metrics = step.update(
+        state, step.replicate_batch(spoiled("advantages", row)), packed, key
+    )
     assert metrics["actor/skipped_updates"] == 1
     assert metrics["critic/skipped_updates"] == metrics["cost_critic/skipped_updates"] == 0
     jax.tree.map(np.testing.assert_array_equal, state.policy, before.policy)
@@ -420,20 +422,24 @@ def test_what_is_not_finite_changes_nothing(monkeypatch):
         assert not np.array_equal(role.params["embed"], getattr(before, name).params["embed"])
 
     moved = jax.tree.map(np.array, state)
-    state, metrics = step.update(state, step.spread(spoiled("returns", row)), packed, key)
+    state, metrics = step.update(state, step.replicate_batch(spoiled("returns", row)), packed, key)
     assert metrics["critic/skipped_updates"] == 1
     assert metrics["actor/skipped_updates"] == metrics["cost_critic/skipped_updates"] == 0
     jax.tree.map(np.testing.assert_array_equal, state.critic, moved.critic)
     assert (state.policy.num_updates, state.cost_critic.num_updates) == (1, 2)
 
     # Rows that are not of this minibatch are not looked at, whatever they hold.
-    clean, _ = step.update(initial(run), step.spread(batch), packed, key)
-    beside, metrics = step.update(initial(run), step.spread(spoiled("advantages", 1)), packed, key)
+    clean, _ = step.update(initial(run), step.replicate_batch(batch), packed, key)
+    beside, metrics = step.update(
+        initial(run), step.replicate_batch(spoiled("advantages", 1)), packed, key
+    )
     assert 1 not in CHOSEN
     jax.tree.map(np.testing.assert_array_equal, beside.policy.params, clean.policy.params)
 
     # While critics warm up the policy rests.
-    state, metrics = step.update(initial(run), step.spread(batch), packed, key, train_policy=False)
+    state, metrics = step.update(
+        initial(run), step.replicate_batch(batch), packed, key, train_policy=False
+    )
     jax.tree.map(np.testing.assert_array_equal, state.policy, before.policy)
     jax.tree.map(np.testing.assert_array_equal, state.critic, clean.critic)
     assert not any(name.startswith("actor/") for name in metrics)
@@ -445,7 +451,7 @@ def test_critic_step_is_the_plain_gradient(reference, monkeypatch):
 
     def loss(params):
         positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-        hidden = run.models.value.hidden(
+        hidden = run.models.value.hidden_states(
             params, batch.tokens, positions, jnp.ones((B, T), jnp.int32)
         )
         values = jnp.pad((hidden @ params["score"][0])[:, :-1], ((0, 0), (1, 0)))
@@ -475,7 +481,7 @@ def test_truncated_responses_teach_as_if_they_were_not_in_the_minibatch(aggregat
         state = initial(run)
         learn = updater_of(run, state)
         packed = Packer(1024, 1).pack(lengths(), chosen, width=T)
-        after, _ = learn.update(state, learn.spread(batch), packed, jax.random.key(3))
+        after, _ = learn.update(state, learn.replicate_batch(batch), packed, jax.random.key(3))
         return jax.tree.map(np.asarray, (after.policy.opt_state, after.critic.opt_state))
 
     ours, theirs = gradients(masked, CHOSEN), gradients(batch, CHOSEN[::2])

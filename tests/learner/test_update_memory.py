@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import lowering
+from jaxrl_llm.planning import compiled_memory
 
 
 def temporary(vocab_chunk: int) -> int:
@@ -25,8 +25,8 @@ def temporary(vocab_chunk: int) -> int:
     shape = dataclasses.replace(
         tiny.SHAPE, vocab_size=32_768, hidden_size=64, num_layers=1, mlp_size=128
     )
-    models = lowering.abstract_models(config, shape, jax.devices()[:1])
-    program = lowering.lowered(config, models)["train"]().compile()
+    models = compiled_memory.abstract_models(config, shape, jax.devices()[:1])
+    program = compiled_memory.program_lowerings(config, models)["train"]().compile()
     return program.memory_analysis().temp_size_in_bytes
 
 
@@ -63,8 +63,8 @@ def test_a_layer_costs_a_tpu_its_input_and_a_narrow_gradient(tpu_devices):
             head_size=128,
             mlp_size=mlp,
         )
-        models = lowering.abstract_models(config, shape, devices)
-        program = lowering.lowered(config, models)["train"]().compile()
+        models = compiled_memory.abstract_models(config, shape, devices)
+        program = compiled_memory.program_lowerings(config, models)["train"]().compile()
         return program.memory_analysis().temp_size_in_bytes
 
     few, many = 16, 64

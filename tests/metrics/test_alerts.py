@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl_llm.config import AlertsConfig, ConfigError
 from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
-from jaxrl_llm.config.records import BEFORE_UPDATE, SKIPPABLE, AlertConfig
+from jaxrl_llm.config.logging_config import BEFORE_UPDATE, SKIPPABLE, AlertConfig
 from jaxrl_llm.metrics import alerts as alerts_lib
 from jaxrl_llm.metrics import statistics
 from jaxrl_llm.metrics.alerts import ALERTS, Alerts
@@ -78,7 +78,7 @@ def observe(watch, monkeypatch, step=1, rewards=SPREAD, of_estimates=(), on_host
     total, used, free = disk or (1000, 0, 1000)
     usage = type("Usage", (), {"total": total, "used": used, "free": free})
     monkeypatch.setattr(alerts_lib.shutil, "disk_usage", lambda path: usage)
-    of_rewards = statistics.of_rewards(rewards, np.arange(len(rewards.scores)))
+    of_rewards = statistics.reward_metrics(rewards, np.arange(len(rewards.scores)))
     numbers = {**of_rewards, **SPEED, **dict(of_estimates), **dict(on_host)}
     return watch.check(step, numbers)
 
@@ -150,7 +150,7 @@ def test_skip_leaves_the_update_out_and_reads_only_what_it_must(tmp_path):
     with Alerts(only("constant_reward", steps=1, action="skip"), tmp_path, print) as watch:
         numbers = {"actor/entropy": Untouchable()}
         for scores, allowed in (((1, 1), False), ((1, 0), True)):
-            of_rewards = statistics.of_rewards(rewards(*scores), np.arange(2))
+            of_rewards = statistics.reward_metrics(rewards(*scores), np.arange(2))
             assert watch.allow_update({**numbers, **of_rewards}) == allowed
     with Alerts(only("entropy", action="skip"), tmp_path, print) as watch:
         assert not watch.allow_update({"actor/entropy": np.float32(0.0)})
@@ -264,4 +264,4 @@ def test_what_cannot_work_is_refused(key, value, message):
 def test_what_may_be_skipped_reads_metrics():
     """Those before a step's updates; or, the loss and the KL, within the update's program."""
     assert set(SKIPPABLE) == {"nonfinite", "kl", *BEFORE_UPDATE} <= set(ALERTS)
-    assert all(ALERTS[name].numbers for name in BEFORE_UPDATE)
+    assert all(ALERTS[name].metric_names for name in BEFORE_UPDATE)

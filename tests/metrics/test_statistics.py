@@ -11,7 +11,7 @@ import pytest
 from jaxrl_llm import types
 from jaxrl_llm.config import AlgorithmConfig, DataConfig, RLConfig, RolloutConfig
 from jaxrl_llm.metrics import statistics
-from jaxrl_llm.rollout.requests import Statistics
+from jaxrl_llm.rollout.engine.requests import EngineStatistics
 
 
 def prompt(tokens, source, index):
@@ -77,8 +77,8 @@ def config(**algorithm):
 
 def test_numbers_of_a_step_by_hand():
     found = {
-        **statistics.of_rewards(step()[1], step()[0].group_ids),
-        **statistics.of_rollouts(config(safe=True), *step(), critic=True),
+        **statistics.reward_metrics(step()[1], step()[0].group_ids),
+        **statistics.rollout_metrics(config(safe=True), *step(), critic=True),
     }
     assert found.pop("critic/score/spread") == 4.0
     expected = {
@@ -114,14 +114,18 @@ def test_numbers_of_a_step_by_hand():
 def test_without_a_critic_there_are_no_values_and_without_tokens_no_advantages():
     rollouts, rewards, predictions, estimates = step()
     empty = types.Estimates(**{**vars(estimates), "loss_mask": np.zeros_like(estimates.loss_mask)})
-    found = statistics.of_rollouts(config(), rollouts, rewards, predictions, empty, critic=False)
+    found = statistics.rollout_metrics(
+        config(), rollouts, rewards, predictions, empty, critic=False
+    )
     assert not [name for name in found if "value" in name or "advantage" in name or "vf" in name]
     assert "critic/cost/mean" not in found
 
 
 def test_numbers_do_not_depend_on_padding_or_row_order():
     rollouts, rewards, predictions, estimates = step()
-    found = statistics.of_rollouts(config(), rollouts, rewards, predictions, estimates, critic=True)
+    found = statistics.rollout_metrics(
+        config(), rollouts, rewards, predictions, estimates, critic=True
+    )
 
     def pad(tree):
         """Two more padding tokens that hold garbage, and the rows the other way round."""
@@ -131,7 +135,7 @@ def test_numbers_do_not_depend_on_padding_or_row_order():
             for fill in [False if array.dtype == bool else 77]
         }
 
-    other = statistics.of_rollouts(
+    other = statistics.rollout_metrics(
         config(),
         types.Rollouts(
             **{
@@ -162,20 +166,20 @@ def test_numbers_do_not_depend_on_padding_or_row_order():
 
 def test_mean_over_updates_counts_only_those_that_have_a_number():
     groups = [{"a": np.float32(1.0), "b": jax.numpy.float32(4.0)}, {"a": np.float32(2.0)}]
-    assert statistics.mean(groups) == {"a": 1.5, "b": 4.0}
-    assert statistics.mean([]) == {}
+    assert statistics.mean_metrics(groups) == {"a": 1.5, "b": 4.0}
+    assert statistics.mean_metrics([]) == {}
 
 
 def test_engine_speed_by_hand():
-    done = Statistics(
+    done = EngineStatistics(
         prefill_tokens=8,
         prefill_s=0.5,
         decode_tokens=6,
         decode_s=2.0,
         busy_slot_steps=3,
-        busy_room=4,
+        busy_capacity=4,
         slot_steps=4,
-        guesses=8,
+        draft_tokens=8,
     )
     assert done.metrics() == {
         "rollout/prefill_tokens_per_s": 16.0,
@@ -187,13 +191,13 @@ def test_engine_speed_by_hand():
         "rollout/draft_acceptance": 0.25,
     }
     assert (done + done).metrics() == done.metrics()
-    assert set(Statistics().metrics().values()) == {0.0, 1.0}
+    assert set(EngineStatistics().metrics().values()) == {0.0, 1.0}
 
 
 def test_scores_and_failed_calls_by_hand():
     rollouts, rewards, *_ = step()
     groups = rollouts.group_ids
-    assert statistics.of_rewards(rewards, groups) == {
+    assert statistics.reward_metrics(rewards, groups) == {
         "critic/score/mean": -1.0,
         "critic/score/max": 1.0,
         "critic/score/min": -3.0,
@@ -202,11 +206,11 @@ def test_scores_and_failed_calls_by_hand():
         "training/groups/uniform_share": 0.0,
     }
     called = dataclasses.replace(rewards, num_calls=4)
-    assert statistics.of_rewards(called, groups)["reward/failure_share"] == 0.25
+    assert statistics.reward_metrics(called, groups)["reward/failure_share"] == 0.25
     # One score is not spread; its steps must not count as those whose rewards are all alike.
     one = {name: getattr(rewards, name)[:1] for name in ("scores", "costs", "baselines", "details")}
     alone = dataclasses.replace(rewards, terms={}, weights={}, **one)
-    assert "critic/score/spread" not in statistics.of_rewards(alone, groups[:1])
+    assert "critic/score/spread" not in statistics.reward_metrics(alone, groups[:1])
 
 
 def test_speed_by_hand():
@@ -214,7 +218,7 @@ def test_speed_by_hand():
 
     def speed(seconds, flops, peak=math.nan, critic=False):
         work = dict(flops=flops, peak_flops=peak, critic=critic)
-        return statistics.of_speed(step()[0], seconds, 2, **work)
+        return statistics.throughput_metrics(step()[0], seconds, 2, **work)
 
     assert speed(seconds, 6e12) == {
         "perf/total_num_tokens": 8.0,
@@ -232,7 +236,7 @@ def test_speed_by_hand():
 
 def test_balance_keeps_the_sum_of_tokens():
     lengths = np.array([10, 8, 3, 2, 1])
-    found = statistics.of_balance(lengths, [[0, 3], [1, 2, 4]])
+    found = statistics.balance_metrics(lengths, [[0, 3], [1, 2, 4]])
     assert found == {
         "global_seqlen/min": 3.0,
         "global_seqlen/max": 21.0,
@@ -252,8 +256,8 @@ def device(kind, stats=None):
 def test_memory_is_that_of_the_fullest_device():
     gib = 2**30
     stats = [{"peak_bytes_in_use": n * gib, "bytes_limit": 80 * gib} for n in (3, 7)]
-    found = statistics.of_memory([device("H100", s) for s in stats])
+    found = statistics.memory_metrics([device("H100", s) for s in stats])
     assert found["perf/max_memory_allocated_gb"] == 7.0
     assert found["perf/max_memory_reserved_gb"] == 80.0
     assert 0.01 < found["perf/cpu_memory_used_gb"] <= found["perf/max_cpu_memory_used_gb"] + 0.05
-    assert "perf/max_memory_allocated_gb" not in statistics.of_memory([device("cpu")])
+    assert "perf/max_memory_allocated_gb" not in statistics.memory_metrics([device("cpu")])

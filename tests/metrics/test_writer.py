@@ -92,7 +92,7 @@ def test_a_line_that_no_run_wrote_is_dropped_with_a_warning(tmp_path, caplog, li
 
 def test_due_on_multiples(tmp_path):
     writer = Writer(tmp_path, MetricsConfig(every=3, console=False, tensorboard=False))
-    assert [step for step in range(1, 8) if writer.due(step)] == [3, 6]
+    assert [step for step in range(1, 8) if writer.is_due(step)] == [3, 6]
 
 
 def test_only_process_0_writes(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ def inputs(length, dtype=np.float32, heads=N, size=H):
 
 
 def full(q, k, v, segments, cap=0.0, scale=0.0, sinks=None, **others):
-    scoring = attention.Scoring(scale, cap, None if sinks is None else jnp.asarray(sinks))
+    scoring = attention.AttentionScoring(scale, cap, None if sinks is None else jnp.asarray(sinks))
     return attention.full_attention(q, k, v, segments, scoring=scoring, **others)
 
 
@@ -130,7 +130,7 @@ def test_keys_in_blocks_are_all_that_is_seen():
         return jnp.sum(jnp.sin(mixed) * real), jnp.where(real, mixed, 0)
 
     both = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
-    wanted, found = both(q, k, v, attention.ALL_BLOCKS), both(q, k, v, blocks)
+    wanted, found = both(q, k, v, attention.ALL_KEY_BLOCKS), both(q, k, v, blocks)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=3e-6 * np.abs(theirs).max())
 
@@ -140,7 +140,7 @@ def test_what_cannot_see_prefixes_says_so(kind):
     q, k, v, segments = inputs(32)
     with pytest.raises(ValueError, match="full_attention: prefix_ids with"):
         attention.full_attention(q, k, v, segments, **kind, prefix_ids=segments)
-    assert not attention.shares_prefixes("splash")
+    assert not attention.supports_prefixes("splash")
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]], ids=str)

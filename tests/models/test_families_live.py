@@ -11,10 +11,10 @@ import pytest
 import tiny
 from flax import traverse_util
 
-from jaxrl_llm.models import families, huggingface, safetensors_file
+from jaxrl_llm.models.hf import checkpoint, config_reader, safetensors_file
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.requests import Request, SamplingParams
+from jaxrl_llm.rollout.engine.engine import Engine
+from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
 from jaxrl_llm.sharding.mesh import TRAIN, shardings
 
 SIZES = {
@@ -154,7 +154,8 @@ def make(torch, family):
 def tensors_of(folder):
     found = safetensors_file.open_folder(folder)
     return {
-        k: (t.code, t.shape, np.ascontiguousarray(t.view()).tobytes()) for k, t in found.items()
+        k: (t.dtype_code, t.shape, np.ascontiguousarray(t.view()).tobytes())
+        for k, t in found.items()
     }
 
 
@@ -169,8 +170,8 @@ def packed_rows(random):
 def test_a_family_is_that_of_transformers(family, torch, tmp_path):
     model = make(torch, family)
     model.save_pretrained(tmp_path / "theirs")
-    network = Network(huggingface.read_shape(tmp_path / "theirs"))
-    params = huggingface.load(tmp_path / "theirs", network)
+    network = Network(checkpoint.read_architecture(tmp_path / "theirs"))
+    params = checkpoint.load(tmp_path / "theirs", network)
 
     tokens, positions, segments = packed_rows(np.random.default_rng(0))
     cuts = np.cumsum((0, *LENGTHS))
@@ -181,7 +182,7 @@ def test_a_family_is_that_of_transformers(family, torch, tmp_path):
 
     @jax.jit
     def loss(params):
-        logits = network.logits(params, network.hidden(params, tokens, positions, segments))
+        logits = network.logits(params, network.hidden_states(params, tokens, positions, segments))
         logits = logits[0, :counted]
         return (jax.nn.log_softmax(logits) * weights).sum(), logits
 
@@ -195,7 +196,7 @@ def test_a_family_is_that_of_transformers(family, torch, tmp_path):
         for parameter in model.parameters():
             parameter.copy_(0 if parameter.grad is None else parameter.grad)
     model.save_pretrained(tmp_path / "gradient")  # by the names of files, fused as they are
-    of_theirs = huggingface.load(tmp_path / "gradient", network)
+    of_theirs = checkpoint.load(tmp_path / "gradient", network)
     wanted = traverse_util.flatten_dict(of_theirs)
     for path, got in traverse_util.flatten_dict(gradient).items():
         want = wanted[path]
@@ -215,18 +216,20 @@ def test_read_and_written_folders_are_the_same(family, dtype, torch, tmp_path):
         if "e_score_correction_bias" in name:
             buffer.data = buffer.data.float() + 1e-4  # as transformers keeps it
     model.save_pretrained(tmp_path / "theirs")
-    shape = huggingface.read_shape(tmp_path / "theirs")
+    shape = checkpoint.read_architecture(tmp_path / "theirs")
     network = Network(shape)
     mesh = tiny.make_mesh(fsdp=2, expert=2, tensor=2)
-    places = shardings(network.abstract(), network.logical_axes(), mesh, TRAIN, network.units)
-    params = huggingface.load(tmp_path / "theirs", network)
-    split = huggingface.load(tmp_path / "theirs", network, places)
-    source = families.read_config(tmp_path / "theirs")
-    huggingface.save(tmp_path / "ours", network, split, source_config=source, dtype=dtype)
+    places = shardings(
+        network.abstract_params(), network.logical_axes(), mesh, TRAIN, network.sharding_units
+    )
+    params = checkpoint.load(tmp_path / "theirs", network)
+    split = checkpoint.load(tmp_path / "theirs", network, places)
+    source = config_reader.read_config(tmp_path / "theirs")
+    checkpoint.save(tmp_path / "ours", network, split, source_config=source, dtype=dtype)
     assert tensors_of(tmp_path / "ours") == tensors_of(tmp_path / "theirs")
-    huggingface.save(tmp_path / "alone", network, params, dtype=dtype)
-    assert huggingface.read_shape(tmp_path / "ours") == shape
-    assert huggingface.read_shape(tmp_path / "alone") == shape
+    checkpoint.save(tmp_path / "alone", network, params, dtype=dtype)
+    assert checkpoint.read_architecture(tmp_path / "ours") == shape
+    assert checkpoint.read_architecture(tmp_path / "alone") == shape
     if dtype == "float32":
         tokens = torch.arange(4, 44)[None]
         with torch.no_grad():
@@ -241,11 +244,11 @@ def test_read_and_written_folders_are_the_same(family, dtype, torch, tmp_path):
 def test_greedy_tokens_are_those_of_generate(family, torch, tmp_path):
     model = make(torch, family)
     model.save_pretrained(tmp_path)
-    network = Network(huggingface.read_shape(tmp_path))
+    network = Network(checkpoint.read_architecture(tmp_path))
     random = np.random.default_rng(2)
     prompts = [tuple(random.integers(3, 96, n).tolist()) for n in (30, 5)]
     mesh = tiny.make_mesh()
-    params = tiny.rollout_params(huggingface.load(tmp_path, network), mesh, network)
+    params = tiny.rollout_params(checkpoint.load(tmp_path, network), mesh, network)
     engine = Engine(network, mesh, num_slots=2, max_tokens=128)
     greedy = SamplingParams(NUM_GREEDY, temperature=0.0)
     requests = [Request(prompt, np.zeros((1, 2), np.uint32), (greedy,)) for prompt in prompts]

@@ -34,9 +34,9 @@ def test_forward_pass_against_the_compiler(family):
 
     def forward(params, tokens):
         # One layer, as a scan of one is no loop.
-        return network.logits(params, network.hidden(params, tokens, positions, ids))
+        return network.logits(params, network.hidden_states(params, tokens, positions, ids))
 
-    found = counted(forward, network.abstract(), ids)
+    found = counted(forward, network.abstract_params(), ids)
     wanted = flops.forward(shape, np.full(rows, length))
     # The kernel on CPU computes all pairs and masks half of them.
     heads = shape.num_heads * shape.head_size
@@ -50,7 +50,7 @@ def test_by_hand():
     )
     shape = dataclasses.replace(shape, num_layers=3, vocab_size=10)
     # A layer: q, o of 4 x 4, k, v of 4 x 2, three of 4 x 8: 144 weights. Head: 40.
-    assert flops.layer_products(shape) == 144
+    assert flops.layer_matmul_weights(shape) == 144
     # Lengths 1 and 3: 4 tokens, 1 + 6 pairs, 4 operations x 4 of the heads x 3 layers each.
     assert flops.forward(shape, np.array([1, 3])) == 2 * (3 * 144 + 40) * 4 + 4 * 4 * 3 * 7
     assert flops.forward(shape, np.array([1]), num_labels=1) == 2 * (432 + 4) + 48

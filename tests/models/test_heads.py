@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.models import heads
-from jaxrl_llm.models.places import Chosen, Everywhere
+from jaxrl_llm.models.target_positions import AllTargets, SelectedTargets
 from jaxrl_llm.sharding.mesh import make_mesh
 
 B, T, D, V = 4, 24, 16, 50
@@ -49,7 +49,7 @@ def batch():
 
 
 def everywhere(hidden, weight, tokens, segment_ids, **settings):
-    places = Everywhere(segment_ids)
+    places = AllTargets(segment_ids)
     return heads.token_statistics(hidden, weight, tokens, places, **settings)
 
 
@@ -97,7 +97,7 @@ def test_chosen_positions_equal_all_positions(batch, entropy):
         return tuple(jnp.where(mask, x, 0.0) for x in found[:3])
 
     def chosen(hidden, weight, tokens, _, **settings):
-        chosen = Chosen(places, before, T)
+        chosen = SelectedTargets(places, before, T)
         return heads.token_statistics(hidden, weight, tokens, chosen, **settings)
 
     settings = {"temperature": 0.7, "chunk": 5, "entropy": entropy}
@@ -320,7 +320,7 @@ def test_what_is_found_is_placed_without_a_collective():
             want[row, positions[row, column]] = x[row, column]
         with jax.set_mesh(mesh):
             arguments = jax.device_put((np.minimum(positions, T), x), split)
-            put = jax.jit(lambda at, x: Chosen(at, at, T).put(x))
+            put = jax.jit(lambda at, x: SelectedTargets(at, at, T).scatter(x))
             compiled = put.lower(*arguments).compile()
             np.testing.assert_array_equal(compiled(*arguments), want)
         assert collective_sizes(compiled.as_text()) == ([], [])
@@ -331,10 +331,10 @@ def test_values_and_scores_by_hand():
     weight = jnp.array([[1.0, 10.0]])  # scores 10, 32, 54, 76
     segment_ids = jnp.array([[1, 1, 2, 2]])
     np.testing.assert_array_equal(
-        heads.token_values(hidden, weight, Everywhere(segment_ids)), [[0.0, 10.0, 0.0, 54.0]]
+        heads.token_values(hidden, weight, AllTargets(segment_ids)), [[0.0, 10.0, 0.0, 54.0]]
     )
     np.testing.assert_array_equal(
-        heads.token_values(hidden, weight, Everywhere(jnp.array([[1, 1, 1, 0]]))),
+        heads.token_values(hidden, weight, AllTargets(jnp.array([[1, 1, 1, 0]]))),
         [[0.0, 10.0, 32.0, 0.0]],
     )
     np.testing.assert_array_equal(

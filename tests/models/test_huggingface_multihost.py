@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import quick_compiler
 
-from jaxrl_llm.models import huggingface
-from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.hf import checkpoint
 from jaxrl_llm.models.transformer import Network
 
-NETWORK = Network(Shape("qwen2", 96, 32, 2, 4, 2, 8, 48, qkv_bias=True))
+NETWORK = Network(Architecture("qwen2", 96, 32, 2, 4, 2, 8, 48, qkv_bias=True))
 PROGRAM = """
 import sys
 import jax
@@ -23,20 +23,21 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 from test_huggingface_multihost import NETWORK
 from jaxrl_llm.config import MeshConfig
-from jaxrl_llm.models import huggingface
+from jaxrl_llm.models.hf import checkpoint
 from jaxrl_llm.sharding.mesh import TRAIN, make_mesh, shardings
 mesh = make_mesh(MeshConfig())
-places = shardings(NETWORK.abstract(), NETWORK.logical_axes(), mesh, TRAIN, NETWORK.units)
-params = huggingface.load(sys.argv[3], NETWORK, places)
+axes, units = NETWORK.logical_axes(), NETWORK.sharding_units
+places = shardings(NETWORK.abstract_params(), axes, mesh, TRAIN, units)
+params = checkpoint.load(sys.argv[3], NETWORK, places)
 assert not params["embed"].is_fully_addressable
-huggingface.save(sys.argv[4], NETWORK, params, max_shard_bytes=20_000)
+checkpoint.save(sys.argv[4], NETWORK, params, max_shard_bytes=20_000)
 """
 
 
 @pytest.mark.multihost
 def test_two_processes_export_what_they_imported(tmp_path):
     params = NETWORK.init(jax.random.key(0))
-    huggingface.save(tmp_path / "source", NETWORK, params)
+    checkpoint.save(tmp_path / "source", NETWORK, params)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -63,5 +64,5 @@ def test_two_processes_export_what_they_imported(tmp_path):
     finally:
         for process in processes:
             process.kill()
-    again = huggingface.load(tmp_path / "o", NETWORK)
+    again = checkpoint.load(tmp_path / "o", NETWORK)
     jax.tree.map(np.testing.assert_array_equal, again, params)

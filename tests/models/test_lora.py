@@ -17,9 +17,10 @@ from flax import traverse_util
 
 from jaxrl_llm.config import LoraConfig
 from jaxrl_llm.config.learner import PROJECTIONS
-from jaxrl_llm.models import huggingface, lora, peft_folder
-from jaxrl_llm.models.families import CheckpointFormatError
-from jaxrl_llm.models.shape import Experts, Layer
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.architecture import Experts, LayerType
+from jaxrl_llm.models.hf import checkpoint, peft_adapter
+from jaxrl_llm.models.hf.config_reader import CheckpointFormatError
 from jaxrl_llm.models.transformer import Network
 
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -37,7 +38,7 @@ def adapters(network=NETWORK, size=0.3):
 
 def logits(network, params, tokens=TOKENS):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden = network.hidden(params, tokens, positions, jnp.ones_like(tokens))
+    hidden = network.hidden_states(params, tokens, positions, jnp.ones_like(tokens))
     return network.logits(params, hidden)
 
 
@@ -45,14 +46,14 @@ def test_fresh_adapters_change_nothing():
     base = tiny.params()
     fresh = jax.jit(NETWORK.init_adapters)(jax.random.key(0))
     assert all(a.any() for a in jax.tree.leaves(fresh["layers"]["0"]["mlp"]["up"]["lora_a"]))
-    whole = lora.joined(base, fresh)
+    whole = lora.combine_params(base, fresh)
     np.testing.assert_array_equal(logits(NETWORK, whole), logits(tiny.NETWORK, base))
-    jax.tree.map(np.testing.assert_array_equal, lora.merged(whole, LORA.scale), base)
+    jax.tree.map(np.testing.assert_array_equal, lora.merge_adapters(whole, LORA.scale), base)
 
 
 def test_merged_weights_compute_the_same():
-    whole = lora.joined(tiny.params(), adapters())
-    plain = lora.merged(whole, LORA.scale)
+    whole = lora.combine_params(tiny.params(), adapters())
+    plain = lora.merge_adapters(whole, LORA.scale)
     assert jax.tree.structure(plain) == jax.tree.structure(tiny.params())
     found, wanted = logits(NETWORK, plain), logits(NETWORK, whole)
     assert np.abs(logits(NETWORK, tiny.params()) - wanted).max() > 0.1  # they are felt
@@ -72,10 +73,10 @@ def test_adapters_lie_beside_their_targets(targets):
 
 
 def test_trees_are_taken_apart_and_put_together():
-    whole = lora.joined(tiny.params(), adapters())
-    assert lora.present(whole) and not lora.present(tiny.params())
-    assert jax.tree.structure(lora.only(whole)) == jax.tree.structure(adapters())
-    assert lora.joined({}, whole) == whole
+    whole = lora.combine_params(tiny.params(), adapters())
+    assert lora.has_adapters(whole) and not lora.has_adapters(tiny.params())
+    assert jax.tree.structure(lora.adapter_params(whole)) == jax.tree.structure(adapters())
+    assert lora.combine_params({}, whole) == whole
 
 
 @pytest.mark.parametrize("family", hf_checkpoints.FAMILIES)
@@ -86,7 +87,7 @@ def test_what_peft_writes_is_understood_and_written_again(family, tmp_path):
     hf_checkpoints.make(tmp_path / "base", family)
     targets = tuple(name.removesuffix("_proj") for name in config["target_modules"])
     settings = LoraConfig(rank=config["r"], alpha=float(config["lora_alpha"]), targets=targets)
-    network = Network(huggingface.read_shape(tmp_path / "base"), lora=settings)
+    network = Network(checkpoint.read_architecture(tmp_path / "base"), lora=settings)
     layers = collections.defaultdict(dict)
     for name in sorted(tensors):  # layer after layer
         _, block, projection, factor = re.fullmatch(PEFT_NAME, name).groups()
@@ -101,14 +102,17 @@ def test_what_peft_writes_is_understood_and_written_again(family, tmp_path):
     learned = traverse_util.unflatten_dict(
         {path: np.stack(list(found.values())) for path, found in layers.items()}
     )
-    base = huggingface.load(tmp_path / "base", network)
+    base = checkpoint.load(tmp_path / "base", network)
     row = theirs["tokens"][-1:, : theirs["lengths"][-1]]
-    ours, wanted = logits(network, lora.joined(base, learned), row)[0], theirs["adapted_logits"]
+    ours, wanted = (
+        logits(network, lora.combine_params(base, learned), row)[0],
+        theirs["adapted_logits"],
+    )
     assert np.abs(wanted - theirs["logits"][-len(wanted) :]).max() > 0.1
     np.testing.assert_allclose(ours, wanted, atol=3e-5 * np.abs(wanted).max())
-    peft_folder.save(tmp_path / "adapters", network, learned)
+    peft_adapter.save(tmp_path / "adapters", network, learned)
     split = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), learned)
-    again = peft_folder.load(tmp_path / "adapters", network, split)
+    again = peft_adapter.load(tmp_path / "adapters", network, split)
     jax.tree.map(np.testing.assert_array_equal, again, learned)
     written = safetensors.numpy.load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     assert written.keys() == tensors.keys()
@@ -127,17 +131,18 @@ def test_peft_loads_what_is_written(family, torch, tmp_path):
     hf_checkpoints.make(tmp_path / "base", family)
     targets = ("q", "v", "o", "gate", "down")
     network = Network(
-        huggingface.read_shape(tmp_path / "base"), lora=dataclasses.replace(LORA, targets=targets)
+        checkpoint.read_architecture(tmp_path / "base"),
+        lora=dataclasses.replace(LORA, targets=targets),
     )
-    base, learned = huggingface.load(tmp_path / "base", network), adapters(network)
-    peft_folder.save(tmp_path / "adapters", network, learned, str(tmp_path / "base"))
+    base, learned = checkpoint.load(tmp_path / "base", network), adapters(network)
+    peft_adapter.save(tmp_path / "adapters", network, learned, str(tmp_path / "base"))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = peft.PeftModel.from_pretrained(model, tmp_path / "adapters").eval()
     with torch.no_grad():
         theirs = model(torch.tensor(TOKENS.astype(np.int64))).logits.numpy()
         with model.disable_adapter():
             without = model(torch.tensor(TOKENS.astype(np.int64))).logits.numpy()
-    ours = logits(network, lora.joined(base, learned))
+    ours = logits(network, lora.combine_params(base, learned))
     assert np.abs(theirs - without).max() > 0.1
     np.testing.assert_allclose(ours, theirs, atol=3e-5 * np.abs(theirs).max())
 
@@ -145,21 +150,21 @@ def test_peft_loads_what_is_written(family, torch, tmp_path):
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointFormatError, match="not written by an earlier export"):
-        peft_folder.save(tmp_path, NETWORK, adapters())
-    peft_folder.save(tmp_path / "out", NETWORK, adapters())
-    peft_folder.save(tmp_path / "out", NETWORK, adapters(size=0.1))  # an earlier export is
+        peft_adapter.save(tmp_path, NETWORK, adapters())
+    peft_adapter.save(tmp_path / "out", NETWORK, adapters())
+    peft_adapter.save(tmp_path / "out", NETWORK, adapters(size=0.1))  # an earlier export is
 
 
 def test_adapters_of_another_kind_are_refused(tmp_path):
-    peft_folder.save(tmp_path, NETWORK, adapters())
-    peft_folder.check(tmp_path, NETWORK)
+    peft_adapter.save(tmp_path, NETWORK, adapters())
+    peft_adapter.check(tmp_path, NETWORK)
     file = tmp_path / "adapter_config.json"
     config = json.loads(file.read_text())
 
     def refused(message, lora=LORA, **changes):
         file.write_text(json.dumps({**config, **changes}))
         with pytest.raises(CheckpointFormatError, match=message):
-            peft_folder.check(tmp_path, dataclasses.replace(NETWORK, lora=lora))
+            peft_adapter.check(tmp_path, dataclasses.replace(NETWORK, lora=lora))
 
     refused("r is 99, expected .*; set lora.rank to it", r=99)
     refused("lora_alpha is 1, expected .*; set lora.alpha", lora_alpha=1)
@@ -172,7 +177,7 @@ def test_adapters_of_another_kind_are_refused(tmp_path):
     neutral = {"alora_invocation_tokens": None, "use_rslora": False, "rank_pattern": {}}
     written = {"init_lora_weights": "gaussian", "megatron_core": "megatron.core", "revision": "x"}
     file.write_text(json.dumps({**config, **neutral, **written, "qalora_group_size": 16}))
-    peft_folder.check(tmp_path, NETWORK)  # what peft writes of every plain adapter
+    peft_adapter.check(tmp_path, NETWORK)  # what peft writes of every plain adapter
     one = dataclasses.replace(LORA, targets=LORA.targets[:1])
     refused(r"lora_A.weight is F32.*, not of this network \(.* such tensors\)", one)
     path = tmp_path / "adapter_model.safetensors"
@@ -182,7 +187,7 @@ def test_adapters_of_another_kind_are_refused(tmp_path):
     refused("no such file")
     file.unlink()
     with pytest.raises(CheckpointFormatError, match=r"adapter_config.json: cannot be read"):
-        peft_folder.check(tmp_path, NETWORK)
+        peft_adapter.check(tmp_path, NETWORK)
 
 
 def test_a_rank_above_every_dim(tmp_path):
@@ -190,9 +195,9 @@ def test_a_rank_above_every_dim(tmp_path):
     lora = dataclasses.replace(LORA, rank=2 * NETWORK.shape.vocab_size)
     network = dataclasses.replace(NETWORK, lora=lora)
     learned = network.init_adapters(jax.random.key(0))
-    peft_folder.save(tmp_path, network, learned)
+    peft_adapter.save(tmp_path, network, learned)
     split = jax.tree.map(lambda a: a.sharding, learned)
-    again = peft_folder.load(tmp_path, network, split)
+    again = peft_adapter.load(tmp_path, network, split)
     for ours, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(learned), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -201,10 +206,10 @@ def test_adapters_of_experts_are_not_written(tmp_path):
     shape = dataclasses.replace(
         tiny.SHAPE,
         family="qwen3_moe",
-        layers=(Layer(experts=True),) * 2,
+        layers=(LayerType(experts=True),) * 2,
         experts=Experts(num=4, per_token=2, size=12),
     )
     network = Network(shape, lora=LORA)
     with pytest.raises(CheckpointFormatError, match=r"experts \(.*gate.*leave --adapters out"):
-        peft_folder.save(tmp_path / "out", network, network.init_adapters(jax.random.key(0)))
+        peft_adapter.save(tmp_path / "out", network, network.init_adapters(jax.random.key(0)))
     assert not (tmp_path / "out").exists()

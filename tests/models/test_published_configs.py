@@ -9,10 +9,17 @@ import json
 import hf_checkpoints
 import pytest
 
-from jaxrl_llm.models import families, written_config
-from jaxrl_llm.models.families import CheckpointFormatError
-from jaxrl_llm.models.family_table import FAMILIES
-from jaxrl_llm.models.shape import Experts, Latent, Layer, RopeScaling, Shape, Vision
+from jaxrl_llm.models.architecture import (
+    Architecture,
+    Experts,
+    LatentAttentionSizes,
+    LayerType,
+    RopeScaling,
+    VisionArchitecture,
+)
+from jaxrl_llm.models.hf import config_reader, config_writer
+from jaxrl_llm.models.hf.config_reader import CheckpointFormatError
+from jaxrl_llm.models.hf.families import FAMILIES
 
 CONFIGS = json.loads((hf_checkpoints.GOLDENS / "configs.json").read_text())
 
@@ -21,9 +28,9 @@ def shape(name, sizes, heads, **fields):
     """Args: sizes: Of vocabulary, hidden state, MLP; heads: Layers, heads, KV heads, head size."""
     vocab_size, hidden_size, mlp_size = sizes
     num_layers, num_heads, num_kv_heads, head_size = heads
-    if isinstance(fields.get("layers"), Layer):
+    if isinstance(fields.get("layers"), LayerType):
         fields["layers"] = (fields["layers"],) * num_layers
-    return Shape(
+    return Architecture(
         family=name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -38,8 +45,8 @@ def shape(name, sizes, heads, **fields):
 
 UNTIED = {"tie_embeddings": False}
 GEMMA = {"act": "gelu", "norm_offset": 1.0, "post_norms": True, "scale_embeddings": True}
-EXPERTS = Layer(experts=True)
-LOCAL, CHUNK = Layer(window=512, rope="local"), Layer(chunk=8192, experts=True)
+EXPERTS = LayerType(experts=True)
+LOCAL, CHUNK = LayerType(window=512, rope="local"), LayerType(chunk=8192, experts=True)
 SHAPES = {
     "Llama-3.2-1B": shape(
         "llama",
@@ -66,7 +73,7 @@ SHAPES = {
         qk_norm=True,
     ),
     "Mistral-7B-v0.1": shape(
-        "mistral", (32000, 4096, 14336), (32, 32, 8, 128), layers=Layer(window=4096), **UNTIED
+        "mistral", (32000, 4096, 14336), (32, 32, 8, 128), layers=LayerType(window=4096), **UNTIED
     ),
     "Mixtral-8x7B-v0.1": shape(
         "mixtral",
@@ -94,7 +101,7 @@ SHAPES = {
         (256000, 3584, 14336),
         (42, 16, 8, 256),
         max_positions=8192,
-        layers=(Layer(window=4096), Layer()) * 21,
+        layers=(LayerType(window=4096), LayerType()) * 21,
         score_cap=50.0,
         logit_cap=30.0,
         **GEMMA,
@@ -106,7 +113,7 @@ SHAPES = {
         max_positions=32768,
         rope_theta=1e6,
         qk_norm=True,
-        layers=((*[LOCAL] * 5, Layer()) * 5)[:26],
+        layers=((*[LOCAL] * 5, LayerType()) * 5)[:26],
         **GEMMA,
     ),
     "gpt-oss-20b": shape(
@@ -126,7 +133,7 @@ SHAPES = {
         qkv_bias=True,
         o_bias=True,
         sinks=True,
-        layers=(Layer(window=128, experts=True), EXPERTS) * 12,
+        layers=(LayerType(window=128, experts=True), EXPERTS) * 12,
         experts=Experts(32, 4, 2880, bias=True, act="clamped"),
         **UNTIED,
     ),
@@ -136,11 +143,11 @@ SHAPES = {
         (61, 128, 128, 192),
         max_positions=163840,
         rope_scaling=RopeScaling(40.0, original_max_positions=4096, kind="yarn"),
-        layers=(Layer(),) * 3 + (EXPERTS,) * 58,
+        layers=(LayerType(),) * 3 + (EXPERTS,) * 58,
         rope_size=64,
         rope_interleaved=True,
         query_scale=0.1352337788608801,  # 192 ** -0.5 (0.1 ln 40 + 1) ** 2
-        latent=Latent(512, 128, 128, 1536),
+        latent=LatentAttentionSizes(512, 128, 128, 1536),
         experts=Experts(
             256,
             8,
@@ -172,7 +179,7 @@ SHAPES = {
         norm_eps=1e-5,
         qkv_bias=True,
         rope_size=64,
-        layers=(Layer(), *[EXPERTS] * 45),
+        layers=(LayerType(), *[EXPERTS] * 45),
         experts=Experts(128, 8, 1408, shared_size=1408, scores="sigmoid", selection_bias=True),
         **UNTIED,
     ),
@@ -182,7 +189,7 @@ SHAPES = {
         (48, 40, 8, 128),
         rope_theta=5e5,
         norm_eps=1e-5,
-        layers=(*[CHUNK] * 3, Layer(rope="none", experts=True)) * 12,
+        layers=(*[CHUNK] * 3, LayerType(rope="none", experts=True)) * 12,
         rope_interleaved=True,
         unit_qk=True,
         long_query_scale=0.1,
@@ -205,7 +212,7 @@ SHAPES = {
         rope_theta=1e6,
         qkv_bias=True,
         rope_sections=(16, 24, 24),
-        vision=Vision(32, 1280, 16, 3420, (7, 15, 23, 31)),
+        vision=VisionArchitecture(32, 1280, 16, 3420, (7, 15, 23, 31)),
         **UNTIED,
     ),
 }
@@ -218,10 +225,10 @@ def test_every_family_is_here():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_shape_of_a_published_model(name):
-    found = families.shape_from_config(CONFIGS[name])
+    found = config_reader.architecture_from_config(CONFIGS[name])
     assert dataclasses.asdict(found) == dataclasses.asdict(SHAPES[name])
-    written = json.loads(json.dumps(written_config.to_hf_config(found, "lm", "bfloat16")))
-    assert families.shape_from_config(written) == found
+    written = json.loads(json.dumps(config_writer.to_hf_config(found, "lm", "bfloat16")))
+    assert config_reader.architecture_from_config(written) == found
 
 
 ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
@@ -259,7 +266,7 @@ def test_what_a_family_cannot_do(name, changes, message):
     if "partial_rotary_factor" in changes:
         config["rope_parameters"] = None
     with pytest.raises(CheckpointFormatError, match=rf"^here: .*{message}"):
-        families.shape_from_config(config, "here")
+        config_reader.architecture_from_config(config, "here")
 
 
 def test_a_key_with_a_wrong_value_is_told():
@@ -268,6 +275,6 @@ def test_a_key_with_a_wrong_value_is_told():
     for key, config in of_keys.items():
         for value in ("x", -1, 0, float("nan"), [3], {"a": {}}):
             try:
-                families.shape_from_config({**config, key: value}, "here")
+                config_reader.architecture_from_config({**config, key: value}, "here")
             except CheckpointFormatError as error:
                 assert key in str(error) or "experts" in str(error), (key, value, error)

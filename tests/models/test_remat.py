@@ -18,7 +18,7 @@ POSITIONS = np.repeat(np.array([[*range(10), *range(11), 0, 0, 0]]), B, 0)
 
 
 def loss(network, params):
-    hidden = network.hidden(params, TOKENS, POSITIONS, SEGMENTS)
+    hidden = network.hidden_states(params, TOKENS, POSITIONS, SEGMENTS)
     return jnp.sum(jnp.sin(hidden) * (SEGMENTS > 0)[..., None])
 
 
@@ -48,7 +48,8 @@ def kept(remat, num_layers):
     network = tiny.with_sizes(num_layers=num_layers)
     network = dataclasses.replace(network, remat=remat)
     residuals = jax.eval_shape(
-        lambda params: jax.vjp(functools.partial(loss, network), params)[1], network.abstract()
+        lambda params: jax.vjp(functools.partial(loss, network), params)[1],
+        network.abstract_params(),
     )
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(residuals))
 
@@ -70,5 +71,5 @@ def test_offloaded_activations_go_to_host_memory(remat, moved):
     network = dataclasses.replace(tiny.NETWORK, remat=remat)
     gradient = jax.grad(functools.partial(loss, network))
     # The jaxpr, as a CPU has one memory and drops the moves when it lowers them.
-    found = str(jax.make_jaxpr(gradient)(network.abstract()))
+    found = str(jax.make_jaxpr(gradient)(network.abstract_params()))
     assert found.count("devices=(MemorySpace.Host,)") == moved

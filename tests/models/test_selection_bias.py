@@ -6,10 +6,10 @@ import numpy as np
 import tiny
 from flax import traverse_util
 
-from jaxrl_llm.models import families, huggingface, safetensors_file
+from jaxrl_llm.models.hf import checkpoint, config_reader, safetensors_file
 from jaxrl_llm.models.transformer import Network
 
-SHAPE = families.shape_from_config({
+SHAPE = config_reader.architecture_from_config({
     "model_type": "glm4_moe",
     "architectures": ["Glm4MoeForCausalLM"],
     "vocab_size": 96,
@@ -47,22 +47,22 @@ def test_no_bias_is_rounded(tmp_path):
     network = Network(SHAPE, param_dtype="bfloat16", compute_dtype="bfloat16")
     params = with_biases(jax.jit(network.init)(jax.random.key(0)))
     assert params["embed"].dtype == "bfloat16"
-    huggingface.save(tmp_path, network, params, dtype="bfloat16")
+    checkpoint.save(tmp_path, network, params, dtype="bfloat16")
     (stored,) = [
         tensor
         for name, tensor in safetensors_file.open_folder(tmp_path).items()
         if "e_score_correction_bias" in name
     ]
     np.testing.assert_array_equal(stored.view(), BIASES)
-    loaded = huggingface.load(tmp_path, network)
+    loaded = checkpoint.load(tmp_path, network)
     mesh = tiny.make_mesh()
     resharder = tiny.resharder(mesh, network, "bfloat16")
-    sampled = resharder.reshard(resharder.empty(), tiny.sharded(loaded, mesh, network))
+    sampled = resharder.reshard(resharder.zeros(), tiny.sharded(loaded, mesh, network))
     assert sampled["embed"].dtype == "bfloat16"
     for tree in (loaded, sampled["layers"][1]):
         ((values, kind),) = biases_of(tree)
         assert kind == "float32"
         np.testing.assert_array_equal(values.reshape(-1), BIASES)
     assert jax.tree.map(lambda a: a.dtype, loaded) == jax.tree.map(
-        lambda a: a.dtype, network.abstract()
+        lambda a: a.dtype, network.abstract_params()
     )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl_llm.models import huggingface
+from jaxrl_llm.models.hf import checkpoint
 from jaxrl_llm.models.transformer import Network
 
 TEXT = {
@@ -55,16 +55,18 @@ def test_logits_of_text_are_those_of_the_whole_model(name, tmp_path):
     torch.manual_seed(0)
     theirs = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     theirs.save_pretrained(tmp_path)
-    network = Network(huggingface.read_shape(tmp_path))
-    params = huggingface.load(tmp_path, network)
+    network = Network(checkpoint.read_architecture(tmp_path))
+    params = checkpoint.load(tmp_path, network)
     tokens = np.random.default_rng(0).integers(3, 88, (2, 40)).astype(np.int32)
     with torch.no_grad():
         wanted = theirs(input_ids=torch.from_numpy(tokens).long()).logits.numpy()
     positions = np.broadcast_to(np.arange(40, dtype=np.int32), tokens.shape)
-    found = network.logits(params, network.hidden(params, tokens, positions, np.ones_like(tokens)))
+    found = network.logits(
+        params, network.hidden_states(params, tokens, positions, np.ones_like(tokens))
+    )
     np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
     out = tmp_path / "out"
-    huggingface.save(out, network, params)
+    checkpoint.save(out, network, params)
     alone = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
     with torch.no_grad():
         again = alone(torch.from_numpy(tokens).long()).logits.numpy()

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.models import heads, huggingface
+from jaxrl_llm.models import heads
+from jaxrl_llm.models.hf import checkpoint
 from jaxrl_llm.models.transformer import Network
 
 # float32 rounding of three layers on logits of size about 10, two orders of summation.
@@ -22,7 +23,7 @@ def rows_of(found):
 
 def our_hidden(network, params, tokens, mask):
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    return jax.jit(network.hidden)(params, tokens, positions, mask.astype(np.int32))
+    return jax.jit(network.hidden_states)(params, tokens, positions, mask.astype(np.int32))
 
 
 def assert_close(got, want):
@@ -35,8 +36,8 @@ def test_logits_equal_transformers(family, tmp_path):
     theirs = hf_checkpoints.expected(family)
     tokens, mask = rows_of(theirs)
     hf_checkpoints.make(tmp_path, family)
-    network = Network(huggingface.read_shape(tmp_path))
-    params = huggingface.load(tmp_path, network)
+    network = Network(checkpoint.read_architecture(tmp_path))
+    params = checkpoint.load(tmp_path, network)
     got = np.asarray(network.logits(params, our_hidden(network, params, tokens, mask)))
     assert_close(got[mask], theirs["logits"])
 
@@ -49,8 +50,8 @@ def test_stretched_rotary_matters_here(tmp_path):
     hf_checkpoints.edit_config(tmp_path / "plain", rope_parameters={"rope_theta": 500.0})
     logits = []
     for name in ("scaled", "plain"):
-        network = Network(huggingface.read_shape(tmp_path / name))
-        params = huggingface.load(tmp_path / name, network)
+        network = Network(checkpoint.read_architecture(tmp_path / name))
+        params = checkpoint.load(tmp_path / name, network)
         logits.append(network.logits(params, our_hidden(network, params, tokens, mask)))
     scaled, plain = (np.asarray(x)[mask] for x in logits)
     assert np.abs(scaled - plain).max() > 0.01 * np.abs(plain).max()
@@ -61,8 +62,8 @@ def test_classifier_scores_equal_transformers(family, tmp_path):
     theirs = hf_checkpoints.expected(family)
     tokens, mask = rows_of(theirs)
     hf_checkpoints.make(tmp_path, family, head="scalar")
-    network = Network(huggingface.read_shape(tmp_path), head="scalar")
-    params = huggingface.load(tmp_path, network)
+    network = Network(checkpoint.read_architecture(tmp_path), head="scalar")
+    params = checkpoint.load(tmp_path, network)
     got = heads.sequence_scores(
         our_hidden(network, params, tokens, mask),
         network.head_weight(params),
@@ -74,13 +75,13 @@ def test_classifier_scores_equal_transformers(family, tmp_path):
 def test_packed_rows_equal_rows_of_their_own(tmp_path):
     tokens = hf_checkpoints.expected("qwen2")["tokens"]
     hf_checkpoints.make(tmp_path, "qwen2")
-    network = Network(huggingface.read_shape(tmp_path))
-    params = huggingface.load(tmp_path, network)
+    network = Network(checkpoint.read_architecture(tmp_path))
+    params = checkpoint.load(tmp_path, network)
     first, second = tokens[0, :23], tokens[1, :31]
     packed = np.concatenate([first, second, tokens[3, :10]])[None]
     positions = np.concatenate([np.arange(23), np.arange(31), np.zeros(10)])[None].astype(np.int32)
     segments = np.repeat([1, 2, 0], [23, 31, 10])[None].astype(np.int32)
-    hidden = np.asarray(jax.jit(network.hidden)(params, packed, positions, segments))[0]
+    hidden = np.asarray(jax.jit(network.hidden_states)(params, packed, positions, segments))[0]
     for sequence, got in ((first, hidden[:23]), (second, hidden[23:54])):
         mask = np.ones((1, len(sequence)), bool)
         alone = np.asarray(our_hidden(network, params, sequence[None], mask))[0]
@@ -89,9 +90,11 @@ def test_packed_rows_equal_rows_of_their_own(tmp_path):
 
 def test_shapes_of_equal_networks_are_the_callers_own(tmp_path):
     hf_checkpoints.make(tmp_path, "qwen2")
-    networks = [Network(huggingface.read_shape(tmp_path)) for _ in range(2)]
-    found = [network.abstract() for network in networks]
+    networks = [Network(checkpoint.read_architecture(tmp_path)) for _ in range(2)]
+    found = [network.abstract_params() for network in networks]
     del found[0]["layers"]["0"]["mlp"]
-    assert set(found[1]["layers"]["0"]) == set(networks[0].abstract()["layers"]["0"]) > {"mlp"}
-    half = dataclasses.replace(networks[0], param_dtype="bfloat16").abstract()
+    assert (
+        set(found[1]["layers"]["0"]) == set(networks[0].abstract_params()["layers"]["0"]) > {"mlp"}
+    )
+    half = dataclasses.replace(networks[0], param_dtype="bfloat16").abstract_params()
     assert {a.dtype for a in jax.tree.leaves(half)} == {np.dtype("bfloat16")}

@@ -11,22 +11,23 @@ import seen
 import tiny
 from PIL import Image
 
+from jaxrl_llm import saved_policy
 from jaxrl_llm.config import (
     LoraConfig,
     OptimizerConfig,
     SFTConfig,
 )
 from jaxrl_llm.config.learner import SupervisedTrainerConfig
-from jaxrl_llm.config.records import MetricsConfig
-from jaxrl_llm.config.samples import EvaluationConfig
-from jaxrl_llm.data import shapes
-from jaxrl_llm.learner import saved
+from jaxrl_llm.config.logging_config import MetricsConfig
+from jaxrl_llm.config.rollout_data import EvaluationConfig
+from jaxrl_llm.data import counting_task
 from jaxrl_llm.learner import weights as weights_lib
-from jaxrl_llm.models import families, huggingface, patches, safetensors_file
-from jaxrl_llm.models.sights import Sights
+from jaxrl_llm.models.hf import checkpoint, config_reader, safetensors_file
+from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.requests import Request, SamplingParams
+from jaxrl_llm.models.vision import patches
+from jaxrl_llm.rollout.engine.engine import Engine
+from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
 from jaxrl_llm.sharding.mesh import TRAIN, shardings
 from jaxrl_llm.trainer import supervised
 
@@ -88,17 +89,19 @@ def model(torch, tmp_path_factory):
 def pixels_of(processor, sizes):
     """Returns patches and grids [n, 3] of images as transformers has them, and both of each."""
     found = processor([seen.drawing(*size) for size in sizes], return_tensors="np")
-    grids = [patches.Grid(*map(int, grid[1:])) for grid in found["image_grid_thw"]]
+    grids = [patches.PatchGrid(*map(int, grid[1:])) for grid in found["image_grid_thw"]]
     ends = np.cumsum([grid.num_patches for grid in grids])
     each = np.split(found["pixel_values"], ends[:-1])
     return found["pixel_values"], found["image_grid_thw"], list(zip(grids, each, strict=True))
 
 
 def vectors_of(network, params, images, num_rows=1):
-    rows = patches.in_rows(images, network.shape.vision, num_rows)
-    found = network.tower.read(params["vision"], rows.pixels, rows.places, rows.images)
+    rows = patches.pack_images(images, network.shape.vision, num_rows)
+    found = network.vision_encoder.encode(
+        params["vision"], rows.pixels, rows.coordinates, rows.image_ids
+    )
     found = np.asarray(found).reshape(-1, network.shape.hidden_size)
-    return [found[at] for at in rows.vectors]
+    return [found[at] for at in rows.embedding_indices]
 
 
 def dialogue(random, images, vision):
@@ -113,8 +116,8 @@ def dialogue(random, images, vision):
 
 def test_vectors_positions_and_logits_of_ten_sizes(model, torch):
     theirs, folder, processor = model
-    network = Network(huggingface.read_shape(folder))
-    params = huggingface.load(folder, network)
+    network = Network(checkpoint.read_architecture(folder))
+    params = checkpoint.load(folder, network)
     vision = network.shape.vision
     pixels, grids, images = pixels_of(processor, SIZES)
     with torch.no_grad():
@@ -128,12 +131,12 @@ def test_vectors_positions_and_logits_of_ten_sizes(model, torch):
     for chosen in ([0, 5], [8], [1, 2, 3, 4], [6, 7, 9]):
         some = [images[i] for i in chosen]
         tokens, starts = dialogue(random, some, vision)
-        merged = [grid.merged(vision) for grid, _ in some]
+        merged = [grid.to_token_grid(vision) for grid, _ in some]
         at = np.full(len(tokens), -1)
         at[np.array(tokens) == seen.IMAGE_TOKEN] = np.arange(sum(g.num_patches for g in merged))
         row = torch.tensor([tokens])
         marks = (row == seen.IMAGE_TOKEN).int()
-        positions = patches.positions(len(tokens), starts, merged)
+        positions = patches.mrope_positions(len(tokens), starts, merged)
         places, _ = theirs.model.get_rope_index(row, marks, torch.tensor(grids[chosen]))
         np.testing.assert_array_equal(positions.T, places[:, 0])
         with torch.no_grad():
@@ -144,9 +147,9 @@ def test_vectors_positions_and_logits_of_ten_sizes(model, torch):
                 image_grid_thw=torch.tensor(grids[chosen]),
                 mm_token_type_ids=marks,
             ).logits[0]
-        sights = Sights(positions[None], at[None], np.concatenate([found[i] for i in chosen]))
+        sights = ImageInputs(positions[None], at[None], np.concatenate([found[i] for i in chosen]))
         given = np.array([tokens], np.int32), np.arange(len(tokens))[None], np.ones_like(at)[None]
-        ours = network.logits(params, network.hidden(params, *given, sights=sights))[0]
+        ours = network.logits(params, network.hidden_states(params, *given, image_inputs=sights))[0]
         assert np.abs(np.asarray(want)).max() > 1.0
         np.testing.assert_allclose(ours, want, atol=1e-4)
 
@@ -155,20 +158,23 @@ def test_folders_are_read_and_written_byte_for_byte(model, torch, tmp_path):
     import transformers
 
     theirs, folder, processor = model
-    network = Network(huggingface.read_shape(folder))
+    network = Network(checkpoint.read_architecture(folder))
     mesh = tiny.make_mesh(data=2, fsdp=2, tensor=2)
-    places = shardings(network.abstract(), network.logical_axes(), mesh, TRAIN, network.units)
-    split = huggingface.load(folder, network, places)
-    huggingface.save(tmp_path, network, split, source_config=families.read_config(folder))
+    places = shardings(
+        network.abstract_params(), network.logical_axes(), mesh, TRAIN, network.sharding_units
+    )
+    split = checkpoint.load(folder, network, places)
+    checkpoint.save(tmp_path, network, split, source_config=config_reader.read_config(folder))
 
     def tensors(path):
         found = safetensors_file.open_folder(path)
         return {
-            k: (t.code, t.shape, np.ascontiguousarray(t.view()).tobytes()) for k, t in found.items()
+            k: (t.dtype_code, t.shape, np.ascontiguousarray(t.view()).tobytes())
+            for k, t in found.items()
         }
 
     assert tensors(tmp_path) == tensors(folder)
-    assert huggingface.read_shape(tmp_path) == network.shape
+    assert checkpoint.read_architecture(tmp_path) == network.shape
     again = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path).eval()
     assert again.config.vision_config.fullatt_block_indexes == TOWER["fullatt_block_indexes"]
     pixels, grids, images = pixels_of(processor, SIZES[:2])
@@ -186,8 +192,8 @@ def test_folders_are_read_and_written_byte_for_byte(model, torch, tmp_path):
 
 def test_greedy_tokens_are_those_of_generate(model, torch):
     theirs, folder, processor = model
-    network = Network(huggingface.read_shape(folder))
-    params = huggingface.load(folder, network)
+    network = Network(checkpoint.read_architecture(folder))
+    params = checkpoint.load(folder, network)
     decoder, vision = network.decoder, network.shape.vision
     _, grids, images = pixels_of(processor, SIZES[:5])
     found = vectors_of(network, params, images)
@@ -200,14 +206,14 @@ def test_greedy_tokens_are_those_of_generate(model, torch):
     for chosen in ([0, 2], [4], [], [1, 3]):
         some = [images[i] for i in chosen]
         tokens, starts = dialogue(random, some, vision)
-        merged = [grid.merged(vision) for grid, _ in some]
+        merged = [grid.to_token_grid(vision) for grid, _ in some]
         at = np.full((1, len(tokens)), -1)
         at[np.array([tokens]) == seen.IMAGE_TOKEN] = np.arange(sum(g.num_patches for g in merged))
         sights, row = None, torch.tensor([tokens])
         given = {"attention_mask": torch.ones_like(row)}
         if chosen:
-            positions = patches.positions(len(tokens), starts, merged)[None]
-            sights = Sights(positions, at, np.concatenate([found[i] for i in chosen]))
+            positions = patches.mrope_positions(len(tokens), starts, merged)[None]
+            sights = ImageInputs(positions, at, np.concatenate([found[i] for i in chosen]))
             values = np.concatenate([values for _, values in some])
             given["pixel_values"] = torch.tensor(values)
             given["image_grid_thw"] = torch.tensor(grids[chosen])
@@ -216,7 +222,7 @@ def test_greedy_tokens_are_those_of_generate(model, torch):
         whole = theirs.generate(row, **given, do_sample=False, max_new_tokens=NUM_GREEDY)
         wanted.append(whole[0, len(tokens) :].tolist())
         keys = np.zeros((1, 2), np.uint32)
-        requests.append(Request(tuple(tokens), keys, (greedy,), sights=sights))
+        requests.append(Request(tuple(tokens), keys, (greedy,), image_inputs=sights))
     answers = engine.generate(tiny.rollout_params(text, mesh, decoder), requests)
     assert [answer[0].tokens for answer in answers] == wanted
 
@@ -244,31 +250,35 @@ def test_a_trained_tower_is_exported(rank, torch, tmp_path, capsys):
         capsys, "export", f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"
     )
     assert code == 0, log
-    learned = saved.learned(tmp_path / "run")
-    params, network = learned.whole(learned.read()[0]), learned.network
-    first = weights_lib.initial(config, learned.models)
+    learned = saved_policy.load_run(tmp_path / "run")
+    params, network = learned.full_params(learned.read_params()[0]), learned.network
+    first = weights_lib.initial_params(config, learned.models)
     before, after = (tree["vision"]["layers"]["mlp"]["up"]["kernel"] for tree in (first, params))
     assert np.abs(np.asarray(before) - np.asarray(after)).max() > 1e-3
     theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
         tmp_path / "out"
     ).eval()
     processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "out")
-    drawings = [Image.open(io.BytesIO(shapes.drawing(f"export {i}")[0])) for i in range(2)]
+    drawings = [
+        Image.open(io.BytesIO(counting_task.draw_image(f"export {i}")[0])) for i in range(2)
+    ]
     found = processor(drawings, return_tensors="np")
-    grids = [patches.Grid(*map(int, grid[1:])) for grid in found["image_grid_thw"]]
+    grids = [patches.PatchGrid(*map(int, grid[1:])) for grid in found["image_grid_thw"]]
     ends = np.cumsum([grid.num_patches for grid in grids])[:-1]
     images = list(zip(grids, np.split(found["pixel_values"], ends), strict=True))
     vision, tokens, starts = network.shape.vision, [5, 6], []
     for grid, _ in images:
         starts.append(len(tokens))
         tokens += [vision.image_token] * grid.num_tokens(vision) + [7, 8]
-    merged = [grid.merged(vision) for grid in grids]
+    merged = [grid.to_token_grid(vision) for grid in grids]
     at = np.where(np.array(tokens) == vision.image_token, 0, -1)
     at[at == 0] = np.arange((at == 0).sum())
-    positions = patches.positions(len(tokens), starts, merged)
-    sights = Sights(positions[None], at[None], np.concatenate(vectors_of(network, params, images)))
+    positions = patches.mrope_positions(len(tokens), starts, merged)
+    sights = ImageInputs(
+        positions[None], at[None], np.concatenate(vectors_of(network, params, images))
+    )
     given = np.array([tokens], np.int32), np.arange(len(tokens))[None], np.ones_like(at)[None]
-    ours = network.logits(params, network.hidden(params, *given, sights=sights))[0]
+    ours = network.logits(params, network.hidden_states(params, *given, image_inputs=sights))[0]
     row = torch.tensor([tokens])
     with torch.no_grad():
         want = theirs(

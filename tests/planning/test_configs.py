@@ -7,8 +7,7 @@ import re
 import pytest
 
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import planned
-from jaxrl_llm.planning import report
+from jaxrl_llm.planning import plan_report, resolve_sizes
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 SIZES = ("3b", "8b", "32b", "70b", "mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3")
@@ -23,7 +22,7 @@ def test_the_docstring_has_the_plan(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     topology = re.search(r"`launch/plan.py`, (\S+):", module.__doc__)[1]
-    place = planned.elsewhere(topology, "", 1)
-    plan = planned.plan(from_config_dict(module.get_config()), place)
+    place = resolve_sizes.topology_target(topology, "", 1)
+    plan = resolve_sizes.make_plan(from_config_dict(module.get_config()), place)
     assert plan.fits
-    assert f"{report.headline(plan)}." in module.__doc__
+    assert f"{plan_report.headline(plan)}." in module.__doc__

@@ -8,14 +8,19 @@ import jax
 import pytest
 
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import lowering
-from jaxrl_llm.models import experts
-from jaxrl_llm.models.shape import Experts, Latent, Layer, Shape
+from jaxrl_llm.models import moe
+from jaxrl_llm.models.architecture import Architecture, Experts, LatentAttentionSizes, LayerType
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.planning import fit, memory, placement, times
-from jaxrl_llm.planning.devices import DEVICES
-from jaxrl_llm.planning.setting import Setting, expert_axes, in_layers, num_params
-from jaxrl_llm.planning.shapes import SHAPES
+from jaxrl_llm.planning import compiled_memory, memory, memory_plan, pool_placement, step_time
+from jaxrl_llm.planning.accelerators import DEVICES
+from jaxrl_llm.planning.published_shapes import SHAPES
+from jaxrl_llm.planning.run_setting import (
+    RunSetting,
+    expert_axis_sizes,
+    num_layer_params,
+    num_params,
+)
+from jaxrl_llm.sampling import policy_sampler
 from jaxrl_llm.sharding.mesh import AXES, mesh_sizes
 
 VALUES = {
@@ -27,7 +32,7 @@ VALUES = {
     "rewards": {"functions": {"answer": {"function": "arithmetic"}}},
 }
 MIXTURE = Experts(num=16, per_token=4, size=512, shared_size=512)
-LATENT = Shape(
+LATENT = Architecture(
     family="deepseek_v3",
     vocab_size=32_768,
     hidden_size=1024,
@@ -37,12 +42,12 @@ LATENT = Shape(
     head_size=192,
     mlp_size=2048,
     tie_embeddings=False,
-    layers=(Layer(), *[Layer(experts=True)] * 4),
-    latent=Latent(kv_rank=256, plain_size=128, value_size=128, q_rank=384),
+    layers=(LayerType(), *[LayerType(experts=True)] * 4),
+    latent=LatentAttentionSizes(kv_rank=256, plain_size=128, value_size=128, q_rank=384),
     experts=MIXTURE,
     rope_interleaved=True,
 )
-WINDOWS = Shape(
+WINDOWS = Architecture(
     family="gpt_oss",
     vocab_size=32_768,
     hidden_size=1024,
@@ -52,16 +57,16 @@ WINDOWS = Shape(
     head_size=128,
     mlp_size=1024,
     tie_embeddings=False,
-    layers=(Layer(window=128, experts=True), Layer(experts=True)) * 2,
+    layers=(LayerType(window=128, experts=True), LayerType(experts=True)) * 2,
     experts=dataclasses.replace(MIXTURE, bias=True, act="clamped", shared_size=0),
     sinks=True,
 )
 
 
-def setting(shape: Shape, backend="tpu", values=VALUES, **mesh: int) -> Setting:
+def setting(shape: Architecture, backend="tpu", values=VALUES, **mesh: int) -> RunSetting:
     sizes = dict.fromkeys(AXES, 1) | mesh
     config = from_config_dict({**values, "mesh": mesh})
-    return Setting(config, shape, (), sizes, backend)
+    return RunSetting(config, shape, (), sizes, backend)
 
 
 def bytes_of(tree) -> int:
@@ -85,29 +90,29 @@ def test_arguments_are_exact(shape, mesh, quantization):
     if quantization != "none":
         low["cache_dtype"] = "fp8"
     ours = setting(shape, values={**VALUES, "rollout": VALUES["rollout"] | low}, **mesh)
-    models = lowering.abstract_models(ours.config, shape, jax.devices())
-    state = lowering.abstract_state(ours.config, models)
-    programs = memory.programs(ours)
+    models = compiled_memory.abstract_models(ours.config, shape, jax.devices())
+    state = compiled_memory.abstract_state(ours.config, models)
+    programs = memory.program_parts(ours)
     held = bytes_of([a for a in jax.tree.leaves(state.policy) if a.ndim])
     assert programs["train"].weights + programs["train"].optimizer == held
-    engine = lowering.sampler_lib.build(ours.config, models, {})
+    engine = policy_sampler.make_sampler(ours.config, models, {})
     copied = engine.resharder.abstract()
-    assert ours.rollout_weights == bytes_of(copied)
-    assert ours.resharded["reshard_layer"] == bytes_of(copied["layers"][-1])
-    cache = engine.engine.jitted.abstract_state.cache
+    assert ours.rollout_bytes == bytes_of(copied)
+    assert ours.resharded_bytes["reshard_layer"] == bytes_of(copied["layers"][-1])
+    cache = engine.engine.programs.abstract_state.cache
     assert ours.cache_bytes(64, ours.cache_tokens / 64) == bytes_of(cache)
 
 
 def test_what_a_layer_is_computed_with():
     """Experts are split by their axis and by tensor, all else by tensor alone."""
-    whole = setting(LATENT).computed()
-    parts = setting(LATENT, fsdp=2, expert=4, tensor=2).computed()
+    whole = setting(LATENT).gathered_layer_params()
+    parts = setting(LATENT, fsdp=2, expert=4, tensor=2).gathered_layer_params()
     assert whole["0"].experts == parts["0"].experts == 0
     assert whole["1"].experts == 16 * 3 * 1024 * 512 == 8 * parts["1"].experts
     assert whole["1"].rest / 2 < parts["1"].rest < whole["1"].rest  # some matrices stay whole
-    counted = setting(LATENT).counted(Network(LATENT))
-    assert sum(setting(LATENT).used()) == counted.total() == num_params(LATENT)
-    assert in_layers(counted) == whole["0"].rest + 4 * sum(whole["1"])
+    counted = setting(LATENT).count_params(Network(LATENT))
+    assert sum(setting(LATENT).computed_params()) == counted.total() == num_params(LATENT)
+    assert num_layer_params(counted) == whole["0"].rest + 4 * sum(whole["1"])
 
 
 def test_published_sizes():
@@ -121,18 +126,18 @@ def test_published_sizes():
 def test_more_devices_on_the_expert_axis_hold_and_gather_less():
     shape = SHAPES["Mixtral-8x7B"]
     plans = {ways: setting(shape, fsdp=64 // ways, expert=ways) for ways in (1, 2, 8)}
-    trained = {ways: memory.programs(plan)["train"] for ways, plan in plans.items()}
+    trained = {ways: memory.program_parts(plan)["train"] for ways, plan in plans.items()}
     assert trained[2].weights == trained[8].weights == trained[1].weights
-    assert plans[8].rollout_weights < plans[2].rollout_weights < plans[1].rollout_weights
-    assert plans[8].used().experts * 4 == plans[2].used().experts * 1
+    assert plans[8].rollout_bytes < plans[2].rollout_bytes < plans[1].rollout_bytes
+    assert plans[8].computed_params().experts * 4 == plans[2].computed_params().experts * 1
     assert trained[8].temporary < trained[2].temporary
     # Without the axis a layer's experts are gathered in pieces of at most 1 GiB.
-    of = memory._MLP.of(plans[1], shape.kinds[0], 4096)
-    assert of.experts == 8 * 3 * 4096 * 14_336 * 2 / experts.num_pieces(of.experts * 4, 224)
+    of = memory._MLP.from_layer(plans[1], shape.layer_types[0], 4096)
+    assert of.experts == 8 * 3 * 4096 * 14_336 * 2 / moe.num_weight_chunks(of.experts * 4, 224)
     assert of.experts <= 2**30
     # The inner vector of an expert does not divide by so many devices: it is whole on each.
     many = setting(SHAPES["Qwen3-30B-A3B"], fsdp=2048)
-    assert memory.programs(many)["train"].temporary > 0
+    assert memory.program_parts(many)["train"].temporary > 0
 
 
 def test_roofline_of_the_exchange():
@@ -144,11 +149,13 @@ def test_roofline_of_the_exchange():
     tokens = 1000
     # Three quarters of eight visits of each token, there and back, in 48 layers.
     sent = 48 * 2 * tokens * 8 * 3 / 4 * 2048 * 2
-    assert times._exchanged(apart, tokens) == pytest.approx(sent)
-    assert times._exchanged(alone, tokens) == 0
-    assert times._gathered(apart, apart.used()) < times._gathered(alone, alone.used())
-    decode = times.phases(apart, device)["decode"]
-    whole = times.phases(alone, device)["decode"]
+    assert step_time._all_to_all_bytes(apart, tokens) == pytest.approx(sent)
+    assert step_time._all_to_all_bytes(alone, tokens) == 0
+    assert step_time._all_gather_bytes(
+        apart, apart.computed_params()
+    ) < step_time._all_gather_bytes(alone, alone.computed_params())
+    decode = step_time.phase_costs(apart, device)["decode"]
+    whole = step_time.phase_costs(alone, device)["decode"]
     assert decode.memory_bytes < whole.memory_bytes  # each device reads its own experts
     assert decode.link_bytes > whole.link_bytes
 
@@ -156,16 +163,16 @@ def test_roofline_of_the_exchange():
 def test_the_search_finds_an_expert_axis():
     """Four v5p hold the weights, but not a copy for sampling that only `tensor` splits."""
     shape = SHAPES["Qwen3-30B-A3B"]
-    assert expert_axes(shape) == [1, 2, 4, 8, 16, 32, 64, 128]
-    assert expert_axes(SHAPES["Llama-3.1-8B"]) == [1]
+    assert expert_axis_sizes(shape) == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert expert_axis_sizes(SHAPES["Llama-3.1-8B"]) == [1]
     values = {**VALUES, "model": {**VALUES["model"], "param_dtype": "bfloat16"}}
     ours = setting(shape, values=values, fsdp=8)
-    ranking = placement.rank(ours, DEVICES["v5e"], 64)
+    ranking = pool_placement.rank_placements(ours, DEVICES["v5e"], 64)
     best = ranking[0]
     assert best.fits and best.pools[0].setting.mesh["expert"] > 1
-    short = fit.make(ours.config, shape, (), DEVICES["v5e"], 8)
+    short = memory_plan.make_plan(ours.config, shape, (), DEVICES["v5e"], 8)
     assert not short.fits
-    nearest = fit.nearest(short)
+    nearest = memory_plan.nearest_fit(short)
     assert nearest.plan.fits and nearest.plan.setting.mesh["expert"] > 1
 
 
@@ -173,9 +180,11 @@ def test_the_search_finds_an_expert_axis():
 @pytest.mark.parametrize("shape", [LATENT, WINDOWS], ids=["latent", "windows"])
 def test_training_is_within_a_tenth_of_the_tpu_compiler(shape, tpu_devices):
     ours = setting(shape, fsdp=2, expert=4)
-    models = lowering.abstract_models(ours.config, shape, tpu_devices("v5e:2x4"))
-    report = lowering.compile_report(lowering.lowered(ours.config, models)["train"])
-    assert memory.programs(ours)["train"].total == pytest.approx(report.total, rel=0.1)
+    models = compiled_memory.abstract_models(ours.config, shape, tpu_devices("v5e:2x4"))
+    report = compiled_memory.compiled_memory(
+        compiled_memory.program_lowerings(ours.config, models)["train"]
+    )
+    assert memory.program_parts(ours)["train"].total == pytest.approx(report.total_bytes, rel=0.1)
 
 
 @pytest.mark.nightly
@@ -187,7 +196,9 @@ def test_every_program_of_deepseek_v3(name, tpu_devices):
     path = pathlib.Path(__file__).parents[2] / "configs" / "grpo_deepseek_v3.py"
     config = from_config_dict(runpy.run_path(str(path))["get_config"]())
     shape, devices = SHAPES["DeepSeek-V3"], tpu_devices("v5p:8x8x8")
-    ours = Setting(config, shape, (), mesh_sizes(config.mesh, len(devices)))
-    models = lowering.abstract_models(config, shape, devices)
-    report = lowering.compile_report(lowering.lowered(config, models)[name])
-    assert memory.programs(ours)[name].total == pytest.approx(report.total, rel=0.1)
+    ours = RunSetting(config, shape, (), mesh_sizes(config.mesh, len(devices)))
+    models = compiled_memory.abstract_models(config, shape, devices)
+    report = compiled_memory.compiled_memory(
+        compiled_memory.program_lowerings(config, models)[name]
+    )
+    assert memory.program_parts(ours)[name].total == pytest.approx(report.total_bytes, rel=0.1)

@@ -9,12 +9,11 @@ import jax
 import pytest
 
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import lowering
-from jaxrl_llm.models.shape import Vision
-from jaxrl_llm.planning import fit, memory
-from jaxrl_llm.planning.devices import DEVICES
-from jaxrl_llm.planning.setting import Setting, in_layers, num_params
-from jaxrl_llm.planning.shapes import SHAPES
+from jaxrl_llm.models.architecture import VisionArchitecture
+from jaxrl_llm.planning import compiled_memory, memory, memory_plan
+from jaxrl_llm.planning.accelerators import DEVICES
+from jaxrl_llm.planning.published_shapes import SHAPES
+from jaxrl_llm.planning.run_setting import RunSetting, num_layer_params, num_params
 
 VALUES = {
     "algorithm": {"recipe": "ppo", "samples_per_prompt": 1},
@@ -32,10 +31,10 @@ VALUES = {
 SHAPE = dataclasses.replace(SHAPES["Qwen2.5-0.5B"], num_layers=4)
 
 
-def setting(shape=SHAPE, split=(1, 4, 1, 2), backend="cpu", **groups) -> Setting:
+def setting(shape=SHAPE, split=(1, 4, 1, 2), backend="cpu", **groups) -> RunSetting:
     values = {**VALUES, **{name: {**VALUES.get(name, {}), **g} for name, g in groups.items()}}
     sizes = dict(zip(("data", "fsdp", "sequence", "tensor"), split, strict=True)) | {"expert": 1}
-    return Setting(from_config_dict(values), shape, (), sizes, backend)
+    return RunSetting(from_config_dict(values), shape, (), sizes, backend)
 
 
 def combinations():
@@ -54,9 +53,11 @@ def combinations():
 def test_within_a_tenth_of_the_compiler(name):
     """Compiled here and now, on fake CPU devices."""
     ours = setting()
-    models = lowering.abstract_models(ours.config, SHAPE, jax.devices())
-    report = lowering.compile_report(lowering.lowered(ours.config, models)[name])
-    assert memory.programs(ours)[name].total == pytest.approx(report.total, rel=0.1)
+    models = compiled_memory.abstract_models(ours.config, SHAPE, jax.devices())
+    report = compiled_memory.compiled_memory(
+        compiled_memory.program_lowerings(ours.config, models)[name]
+    )
+    assert memory.program_parts(ours)[name].total == pytest.approx(report.total_bytes, rel=0.1)
 
 
 WITH_TOWER = dataclasses.replace(
@@ -65,7 +66,7 @@ WITH_TOWER = dataclasses.replace(
     hidden_size=1024,
     num_heads=8,
     mlp_size=4096,
-    vision=Vision(8, 640, 8, 1664, full_layers=(3, 7)),
+    vision=VisionArchitecture(8, 640, 8, 1664, full_layers=(3, 7)),
 )
 
 
@@ -91,9 +92,11 @@ def test_a_tower_and_its_images_are_within_a_tenth_of_the_compiler(name, rate):
             "tower_learning_rate": rate,
         },
     )
-    models = lowering.abstract_models(ours.config, WITH_TOWER, jax.devices())
-    report = lowering.compile_report(lowering.lowered(ours.config, models)[name])
-    assert memory.programs(ours)[name].total == pytest.approx(report.total, rel=0.1)
+    models = compiled_memory.abstract_models(ours.config, WITH_TOWER, jax.devices())
+    report = compiled_memory.compiled_memory(
+        compiled_memory.program_lowerings(ours.config, models)[name]
+    )
+    assert memory.program_parts(ours)[name].total == pytest.approx(report.total_bytes, rel=0.1)
 
 
 SHARED = {
@@ -123,14 +126,16 @@ def test_rows_of_shared_prompts_and_adapters(tokens, remat, rank, shared):
     }
     groups = {**SHARED, "model": {"remat": remat}, "lora": {"rank": rank}, "trainer": sizes}
     ours = setting(shape, (1, 1, 1, 1), **groups)
-    models = lowering.abstract_models(ours.config, shape, jax.devices()[:1])
-    laid = lowering.abstract_packed(ours.config, models, 16).microbatches
+    models = compiled_memory.abstract_models(ours.config, shape, jax.devices()[:1])
+    laid = compiled_memory.abstract_packed(ours.config, models, 16).microbatches
     rows = ours.rows(16)
     assert laid.segment_ids.shape[1:] == (rows.rows, rows.width)
-    assert laid.scored.shape[-1] == rows.scored
+    assert laid.scored_columns.shape[-1] == rows.scored_tokens
     assert bool(laid.prefix_ids.shape[-1]) == shared
-    report = lowering.compile_report(lowering.lowered(ours.config, models)["train"])
-    assert memory.programs(ours)["train"].total == pytest.approx(report.total, rel=0.1)
+    report = compiled_memory.compiled_memory(
+        compiled_memory.program_lowerings(ours.config, models)["train"]
+    )
+    assert memory.program_parts(ours)["train"].total == pytest.approx(report.total_bytes, rel=0.1)
 
 
 def test_within_a_tenth_of_every_kept_report():
@@ -150,8 +155,8 @@ def test_within_a_tenth_of_every_kept_report():
 
 def test_weights_and_optimizer_are_exact():
     ours = setting()
-    models = lowering.abstract_models(ours.config, SHAPE, jax.devices())
-    state = lowering.abstract_state(ours.config, models)
+    models = compiled_memory.abstract_models(ours.config, SHAPE, jax.devices())
+    state = compiled_memory.abstract_state(ours.config, models)
     held = sum(
         leaf.dtype.itemsize * leaf.size // leaf.sharding.num_devices
         if not leaf.sharding.is_fully_replicated
@@ -159,7 +164,7 @@ def test_weights_and_optimizer_are_exact():
         for leaf in jax.tree.leaves((state.policy, state.critic))
         if leaf.ndim
     )
-    parts = memory.programs(ours)["train"]
+    parts = memory.program_parts(ours)["train"]
     assert parts.weights + parts.optimizer == held
 
 
@@ -178,7 +183,7 @@ def test_low_precision_leaves_room_for_more_slots():
     # A quarter of the memory is a byte too small for all 64 sequences of a step, of which each has
     # its prompt and half of its response on average.
     plain = of(0.0)
-    logits = 3 * 4 * (64 / plain.row_shards) * plain.split(SHAPE.vocab_size)
+    logits = 3 * 4 * (64 / plain.row_shards) * plain.tensor_shard(SHAPE.vocab_size)
     needed = plain.cache_bytes(64, 128 + 128 / 2) + logits
     plain, int8, fp8 = (
         of(4 * (needed - 1), **low)
@@ -187,9 +192,9 @@ def test_low_precision_leaves_room_for_more_slots():
     assert (plain.num_slots, int8.num_slots, fp8.num_slots) == (32, 32, 64)
     assert fp8.cache_bytes(64, 256) == plain.cache_bytes(64, 256) / 4
     # Embedding and norms stay; of 24 layers these are the first four.
-    saved = plain.rollout_weights - int8.rollout_weights
-    assert saved == pytest.approx(0.75 * 4 * in_layers(plain.rollout_held), rel=0.01)
-    assert fp8.rollout_weights == plain.rollout_weights
+    saved = plain.rollout_bytes - int8.rollout_bytes
+    assert saved == pytest.approx(0.75 * 4 * num_layer_params(plain.rollout_params), rel=0.01)
+    assert fp8.rollout_bytes == plain.rollout_bytes
 
 
 def test_samples_of_a_prompt_count_it_once():
@@ -204,35 +209,37 @@ def test_samples_of_a_prompt_count_it_once():
     )
     assert alone.cache_tokens == 64 * (1024 + 256)
     assert grouped.cache_tokens == 64 * 256 + 4 * 1024 == alone.cache_tokens / 4
-    caches = [memory.programs(each)["decode"].cache for each in (grouped, alone)]
+    caches = [memory.program_parts(each)["decode"].cache for each in (grouped, alone)]
     assert caches[0] < 0.26 * caches[1]  # with the tokens that have not joined it
 
 
 def test_less_is_less():
     """Each saving saves, and leaves what it is not about alone."""
-    whole = memory.programs(setting(model={"remat": "none"}, backend="tpu"))
+    whole = memory.program_parts(setting(model={"remat": "none"}, backend="tpu"))
     for remat in ("dots", "full"):
-        saving = memory.programs(setting(model={"remat": remat}, backend="tpu"))
+        saving = memory.program_parts(setting(model={"remat": remat}, backend="tpu"))
         assert saving["train"].activations < whole["train"].activations
         assert saving["train"].optimizer == whole["train"].optimizer
         assert saving["decode"] == whole["decode"]
         whole = saving
-    more = memory.programs(setting(rollout={"max_response_tokens": 128, "num_slots": 32}))
-    assert more["decode"].cache == 2 * memory.programs(setting())["decode"].cache
-    assert memory.peak(setting(split=(1, 8, 1, 1))) < memory.peak(setting(split=(8, 1, 1, 1)))
+    more = memory.program_parts(setting(rollout={"max_response_tokens": 128, "num_slots": 32}))
+    assert more["decode"].cache == 2 * memory.program_parts(setting())["decode"].cache
+    assert memory.peak_bytes(setting(split=(1, 8, 1, 1))) < memory.peak_bytes(
+        setting(split=(8, 1, 1, 1))
+    )
 
 
 def test_everything_that_lies_beside_a_program_is_counted_once():
     ours = setting()
-    on_device = memory.step(ours)
-    assert on_device["train"].optimizer == memory.resident(ours).optimizer
-    assert on_device["decode"].weights == memory.resident(ours).weights
+    on_device = memory.step_memory(ours)
+    assert on_device["train"].optimizer == memory.resident_memory(ours).optimizer
+    assert on_device["decode"].weights == memory.resident_memory(ours).weights
     for name, parts in on_device.items():
         freed = name in ("score", "score_critic", "train")
-        beside = memory.resident(ours).total - freed * ours.resting("rollout").total
+        beside = memory.resident_memory(ours).total - freed * ours.resident_parts("rollout").total
         assert parts.total >= beside
 
 
 def test_the_plan_knows_its_room():
-    plan = fit.make(setting().config, SHAPE, (), DEVICES["v5e"], 8)
-    assert plan.fits and plan.room == DEVICES["v5e"].memory_bytes - plan.peak
+    plan = memory_plan.make_plan(setting().config, SHAPE, (), DEVICES["v5e"], 8)
+    assert plan.fits and plan.free_bytes == DEVICES["v5e"].memory_bytes - plan.peak_bytes

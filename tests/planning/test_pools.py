@@ -6,10 +6,10 @@ import pytest
 
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.config.placement import ROLES
-from jaxrl_llm.planning import fit, memory, placement, report
-from jaxrl_llm.planning.devices import DEVICES
-from jaxrl_llm.planning.setting import Scorer
-from jaxrl_llm.planning.shapes import SHAPES
+from jaxrl_llm.planning import memory, memory_plan, plan_report, pool_placement
+from jaxrl_llm.planning.accelerators import DEVICES
+from jaxrl_llm.planning.published_shapes import SHAPES
+from jaxrl_llm.planning.run_setting import ScoringModel
 
 VALUES = {
     "algorithm": {"recipe": "ppo", "samples_per_prompt": 1},
@@ -22,15 +22,17 @@ VALUES = {
 SHAPE = SHAPES["Llama-3.1-8B"]
 
 
-def plan(**groups) -> fit.Plan:
+def plan(**groups) -> memory_plan.MemoryPlan:
     config = from_config_dict(VALUES | groups)
-    return fit.make(config, SHAPE, (Scorer(SHAPE, "scalar"),), DEVICES["v5p"], 16)
+    return memory_plan.make_plan(
+        config, SHAPE, (ScoringModel(SHAPE, "scalar"),), DEVICES["v5p"], 16
+    )
 
 
 def test_what_rests_is_the_sum_over_roles():
     setting = plan().setting
-    each = [memory.resident(setting, (role,)).total for role in ROLES]
-    assert memory.resident(setting).total == pytest.approx(sum(each))
+    each = [memory.resident_memory(setting, (role,)).total for role in ROLES]
+    assert memory.resident_memory(setting).total == pytest.approx(sum(each))
     assert all(each)
 
 
@@ -47,7 +49,7 @@ def test_old_weights_that_go_on_sampling_are_counted():
         made = plan(placement=placed, trainer=VALUES["trainer"] | trainer)
         return {n.partition(" ")[0]: p.weights for n, p in made.programs.items()}["decode"]
 
-    copy = plan().setting.rollout_weights
+    copy = plan().setting.rollout_bytes
     ahead = {"sampling": "async"}
     assert weights("colocate", **ahead) == weights("colocate")
     assert weights("colocate", **ahead, new_weights="drain") == weights("colocate") + copy
@@ -64,7 +66,7 @@ def test_every_role_is_planned_where_it_lives(choice, num_pools):
     trained = [name for name in made.programs if name.startswith("train")]
     assert len(trained) == 2  # policy and critic, each by a program of its own
     assert all(parts.total > 0 for parts in made.programs.values())
-    assert "; " in report.headline(made) and "critic" in report.table(made, {})
+    assert "; " in plan_report.headline(made) and "critic" in plan_report.memory_table(made, {})
 
 
 def test_a_pool_of_every_role_is_a_colocated_run():
@@ -74,12 +76,15 @@ def test_a_pool_of_every_role_is_a_colocated_run():
         "roles": dict.fromkeys(ROLES, "all"),
     }
     assert plan(placement=by_hand).programs == plan().programs
-    assert placement.speed(plan(placement=by_hand)).step_s == placement.speed(plan()).step_s
+    assert (
+        pool_placement.step_speed(plan(placement=by_hand)).step_s
+        == pool_placement.step_speed(plan()).step_s
+    )
 
 
 def test_pools_work_at_the_same_time():
     """A step is as long as its slowest pools, so shorter than all phases after each other."""
-    speed = placement.speed(plan(placement={"choice": "split"}))
+    speed = pool_placement.step_speed(plan(placement={"choice": "split"}))
     assert speed.step_s < sum(cost.seconds for cost in speed.phases.values())
     assert 0 < speed.mfu < 1
 
@@ -100,11 +105,13 @@ def test_a_placement_is_told_to_a_run_by_hand():
     setting = plan().setting
     apart = next(
         place
-        for place in placement.rank(setting, DEVICES["v5p"], 16)
+        for place in pool_placement.rank_placements(setting, DEVICES["v5p"], 16)
         if place.fits and len(place.grouping) == 3
     )
     config = dataclasses.replace(setting.config, placement=apart.config())
-    made = fit.make(config, SHAPE, (Scorer(SHAPE, "scalar"),), DEVICES["v5p"], 16)
+    made = memory_plan.make_plan(
+        config, SHAPE, (ScoringModel(SHAPE, "scalar"),), DEVICES["v5p"], 16
+    )
     assert not list(config.placement.problems())
-    assert made.peak == max(pool.bytes for pool in apart.pools)
-    assert placement.speed(made).step_s == pytest.approx(apart.step_s)
+    assert made.peak_bytes == max(pool.peak_bytes for pool in apart.pools)
+    assert pool_placement.step_speed(made).step_s == pytest.approx(apart.step_s)

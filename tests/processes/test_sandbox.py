@@ -10,10 +10,12 @@ import time
 import pytest
 
 from jaxrl_llm.processes import sandbox
-from jaxrl_llm.processes.sandbox import Limits, run_python
+from jaxrl_llm.processes.sandbox import SandboxLimits, run_python
 
 ROOT = pathlib.Path(__file__).parents[2]
-LIMITS = Limits(wall_s=60.0, cpu_s=1.0, memory_gib=0.5, file_bytes=1 << 16, output_bytes=1000)
+LIMITS = SandboxLimits(
+    wall_s=60.0, cpu_s=1.0, memory_gib=0.5, file_bytes=1 << 16, output_bytes=1000
+)
 
 
 def test_a_program_reads_and_answers():
@@ -43,7 +45,7 @@ def test_memory_and_files_are_bounded(program, said):
 def test_time_is_bounded():
     assert "s of processor time" in run_python("while True: pass", "", LIMITS).failure
     begin = time.monotonic()
-    sleeping = run_python("import time; time.sleep(200)", "", Limits(wall_s=0.5))
+    sleeping = run_python("import time; time.sleep(200)", "", SandboxLimits(wall_s=0.5))
     assert sleeping.failure == "more than 0.5 s" and time.monotonic() - begin < 20
 
 
@@ -84,7 +86,7 @@ def test_what_leaves_its_group_does_not_outlive_it(then):
         "    subprocess.Popen(['sleep', '78.25'], start_new_session=True)\n"
         f"{then}\n"
     )
-    ended = run_python(program, "", Limits(wall_s=3.0))
+    ended = run_python(program, "", SandboxLimits(wall_s=3.0))
     assert ended.errors == "" and ended.succeeded == (then == "pass")
     assert not is_running(b"78.25")
 
@@ -103,7 +105,7 @@ def test_it_sees_no_process_but_its_own():
 def test_it_ends_with_its_caller():
     caller = (
         "from jaxrl_llm.processes.sandbox import *\n"
-        "run_python('import time; print(80.25); time.sleep(60)', '', Limits(wall_s=60))"
+        "run_python('import time; print(80.25); time.sleep(60)', '', SandboxLimits(wall_s=60))"
     )
     with subprocess.Popen([sys.executable, "-c", caller], cwd=ROOT) as process:
         wait_for(lambda: is_running(b"main.py"))

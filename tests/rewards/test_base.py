@@ -5,14 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.samples import (
+from jaxrl_llm.config.rollout_data import (
     MathConfig,
     RewardFunctionConfig,
     RewardModelConfig,
     RewardsConfig,
 )
-from jaxrl_llm.rewards.base import Scorer
-from jaxrl_llm.rewards.pool import RewardError
+from jaxrl_llm.rewards.base import RolloutScorer
+from jaxrl_llm.rewards.reward_pool import RewardError
 from jaxrl_llm.types import Prompt, Rollouts
 
 USER_FILE = """
@@ -68,7 +68,7 @@ def test_weighted_terms_of_the_rows_they_apply_to(user_file):
         "harm": lambda r: np.full(4, 0.25),
     }
     batch = rollouts(["a", "b"], ["xx", "xxxx", "x", "xx"], samples_per_prompt=2)
-    with Scorer(config, scorers) as scorer:
+    with RolloutScorer(config, scorers) as scorer:
         rewards = scorer.score(batch)
     # Row 0: 0.5 * 2 + 2 / 2; row 1: 0.5 * 4 + 2 / 4; row 2: 2 / 1 - 5; row 3: 2 / 2 - 6.
     np.testing.assert_array_equal(rewards.scores, np.float32([2.0, 2.5, -3.0, -5.0]))
@@ -99,7 +99,7 @@ def test_failures_are_counted(user_file):
         on_failure="score",
         failure_score=-3.0,
     )
-    with Scorer(config, {}) as scorer:
+    with RolloutScorer(config, {}) as scorer:
         rewards = scorer.score(rollouts(["a"] * 3, ["", "xx", ""]))
     assert rewards.num_failures == 2
     np.testing.assert_array_equal(rewards.scores, np.float32([-6.0, 1.0, -6.0]))
@@ -113,10 +113,10 @@ def test_failures_may_be_left_out(user_file):
         num_workers=1,
         on_failure="leave_out",
     )
-    with Scorer(config, {}) as scorer:
+    with RolloutScorer(config, {}) as scorer:
         rewards = scorer.score(rollouts(["a"] * 3, ["", "xx", ""]))
-    np.testing.assert_array_equal(rewards.left_out, [True, False, True])
-    np.testing.assert_array_equal(rewards.kept, [False, True, False])
+    np.testing.assert_array_equal(rewards.excluded, [True, False, True])
+    np.testing.assert_array_equal(rewards.valid_rows, [False, True, False])
     assert rewards.num_failures == 2 and rewards.failures[1] == ""
     assert rewards.failures[0].startswith("inverse: ZeroDivisionError: ")
 
@@ -134,7 +134,7 @@ def test_the_options_of_math_reach_it_and_a_row_s_own_go_before():
             batch.prompts, [28, "0.28", "0.28"], [{}, {}, {"percent": "either"}], strict=True
         )
     )
-    with Scorer(config, {}) as scorer:
+    with RolloutScorer(config, {}) as scorer:
         found = scorer.score(dataclasses.replace(batch, prompts=prompts))
     np.testing.assert_array_equal(found.scores, [1.0, 0.0, 1.0])
 
@@ -149,7 +149,7 @@ def test_a_failure_names_file_and_row(user_file):
         for i, p in enumerate(batch.prompts)
     )
     with (
-        Scorer(config, {}) as scorer,
+        RolloutScorer(config, {}) as scorer,
         pytest.raises(RewardError, match=r"broken', rows\.jsonl, row 8, data source 'a': Zero"),
     ):
         scorer.score(dataclasses.replace(batch, prompts=prompts))
@@ -161,7 +161,7 @@ def test_a_row_without_a_reward_is_named():
         cost_functions={"all": RewardFunctionConfig(function="length")},
         num_workers=1,
     )
-    with Scorer(config, {}) as scorer:
+    with RolloutScorer(config, {}) as scorer:
         with pytest.raises(RewardError, match="row 1: no reward applies to data source 'poems'"):
             scorer.score(rollouts(["arithmetic", "poems"], ["#9", "#9"]))
         # The arithmetic of the row: the ground truth is "truth 0".
@@ -171,7 +171,9 @@ def test_a_row_without_a_reward_is_named():
 def test_models_alone_need_no_processes():
     config = RewardsConfig(models={"judge": RewardModelConfig(data_source="a")})
     seen = []
-    with Scorer(config, {"judge": lambda r: seen.append(r) or np.array([0.5, 7.0])}) as scorer:
+    with RolloutScorer(
+        config, {"judge": lambda r: seen.append(r) or np.array([0.5, 7.0])}
+    ) as scorer:
         batch = rollouts(["a", "a"], ["x", "y"])
         np.testing.assert_array_equal(scorer.score(batch).scores, np.float32([0.5, 7.0]))
     assert seen == [batch]
@@ -188,7 +190,7 @@ def test_models_alone_need_no_processes():
 def test_a_model_must_score_every_row(scores, message):
     config = RewardsConfig(models={"judge": RewardModelConfig()})
     with (
-        Scorer(config, {"judge": lambda r: scores}) as scorer,
+        RolloutScorer(config, {"judge": lambda r: scores}) as scorer,
         pytest.raises(RewardError, match=message),
     ):
         scorer.score(rollouts(["a", "a"], ["x", "y"]))
@@ -196,13 +198,13 @@ def test_a_model_must_score_every_row(scores, message):
 
 def test_the_models_given_must_be_those_of_the_config():
     with pytest.raises(RewardError, match=r"names the models \['judge'\].*given for \[\]"):
-        Scorer(RewardsConfig(models={"judge": RewardModelConfig()}), {})
+        RolloutScorer(RewardsConfig(models={"judge": RewardModelConfig()}), {})
 
 
 def test_an_unknown_function_is_an_error_of_the_start():
     config = RewardsConfig(functions={"f": RewardFunctionConfig(function="absent")}, num_workers=1)
     with pytest.raises(RewardError, match="unknown reward function 'absent'"):
-        Scorer(config, {})
+        RolloutScorer(config, {})
 
 
 def part(whole, rows):
@@ -227,9 +229,9 @@ def test_calls_that_began_early_are_not_made_again(tmp_path):
         num_workers=1,
     )
     whole = rollouts(["a"] * 4, ["1", "1", "2", "3"])
-    with Scorer(config, {}) as scorer:
-        scorer.begin(part(whole, [0, 1]))
-        scorer.begin(part(whole, [3]), 3)
+    with RolloutScorer(config, {}) as scorer:
+        scorer.start_early(part(whole, [0, 1]))
+        scorer.start_early(part(whole, [3]), 3)
         found = scorer.score(whole)
         assert (tmp_path / "calls").read_text().split() == ["1", "1", "3", "2"]
         np.testing.assert_array_equal(found.scores, [1, 1, 2, 3])
@@ -237,7 +239,7 @@ def test_calls_that_began_early_are_not_made_again(tmp_path):
         np.testing.assert_array_equal(scorer.score(whole).scores, found.scores)
         assert len((tmp_path / "calls").read_text().split()) == 8
         wrong = rollouts(["a"] * 2, ["1", "x"])
-        scorer.begin(part(wrong, [1]), 1)
+        scorer.start_early(part(wrong, [1]), 1)
         with pytest.raises(RewardError, match=r"row 1, .*could not convert string to float: 'x'"):
             scorer.score(wrong)
 
@@ -253,5 +255,5 @@ def test_a_hanging_early_call_does_not_delay_the_end(tmp_path):
         num_workers=1,
         timeout_s=3600.0,
     )
-    with Scorer(config, {}) as scorer:
-        scorer.begin(rollouts(["a"], ["1"]))
+    with RolloutScorer(config, {}) as scorer:
+        scorer.start_early(rollouts(["a"], ["1"]))

@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+from jaxrl_llm.config.rollout_data import RewardFunctionConfig, RewardsConfig
+from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.rewards import base
 from jaxrl_llm.rewards.functions import gsm8k, resolve
 
 
@@ -155,6 +158,17 @@ def test_what_a_function_needs_is_imported_when_it_is_looked_up():
         "assert found == [False, True], found\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_math_without_its_extra_names_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    message = r"the reward function 'math' needs the package math_verify .*jaxrl_llm\[math\]"
+    with pytest.raises(ConfigError, match=message):
+        resolve("math")
+    terms = {"answer": RewardFunctionConfig(function="math")}
+    with pytest.raises(ConfigError, match=message):
+        base.check_rewards(RewardsConfig(functions=terms))
+    base.check_rewards(RewardsConfig(functions={"answer": RewardFunctionConfig(function="gsm8k")}))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jaxrl_llm.rewards import answers
-from jaxrl_llm.rewards.answers import final_answer, read_answer
+from jaxrl_llm.rewards.answers import final_answer, parse_answer
 from jaxrl_llm.rewards.math import math_answer
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "answers.md"
@@ -81,5 +81,5 @@ def test_a_missing_truth_is_never_right(truth):
 def test_a_hostile_response_takes_no_time(solution):
     """A call that takes too long, or nests too deep, would be a failed call."""
     began = time.perf_counter()
-    read_answer(final_answer(solution).text)
+    parse_answer(final_answer(solution).text)
     assert time.perf_counter() - began < 2.0

@@ -5,12 +5,12 @@ import logging
 
 import pytest
 
-from jaxrl_llm.config.samples import RewardFunctionConfig, RewardsConfig
+from jaxrl_llm.config.rollout_data import RewardFunctionConfig, RewardsConfig
 from jaxrl_llm.data.datasets import Dataset
-from jaxrl_llm.data.mixtures import Shares
+from jaxrl_llm.data.mixtures import MixtureSchedule
 from jaxrl_llm.data.streams import MixedRows
 from jaxrl_llm.rewards import truth_checks
-from jaxrl_llm.rewards.pool import RewardError
+from jaxrl_llm.rewards.reward_pool import RewardError
 from jaxrl_llm.types import Prompt
 
 
@@ -39,7 +39,7 @@ def test_one_report_names_file_and_row_of_all_splits():
     }
     splits["eval"] = (dataset("N/A"), config("math"))
     with pytest.raises(RewardError) as error:
-        truth_checks.readable(splits)
+        truth_checks.without_unreadable_truths(splits)
     lines = str(error.value).splitlines()
     assert lines[0] == "3 of 5 rows have a ground truth that no answer can equal:"
     assert lines[1].startswith("  f.jsonl, row 2: 'gsm8k' (answer): got None; ground_truth must")
@@ -50,33 +50,35 @@ def test_one_report_names_file_and_row_of_all_splits():
 
 def test_a_long_report_is_cut():
     with pytest.raises(RewardError, match=r"25 of 25 rows(.*\n){11}  ... and 15 more\n"):
-        truth_checks.readable({"train": (dataset(*[None] * 25), config())})
+        truth_checks.without_unreadable_truths({"train": (dataset(*[None] * 25), config())})
 
 
 def test_rows_may_be_left_out_and_are_counted(caplog):
     given = dataset("72", None, 7), config(unreadable_truths="leave_out")
     with caplog.at_level(logging.WARNING):
-        found = truth_checks.readable({"train": given})["train"]
+        found = truth_checks.without_unreadable_truths({"train": given})["train"]
     assert truths(found) == ["72", 7] and [p.index for p in found.prompts] == [0, 2]
     assert "train split: left out 1 of 3 rows" in caplog.text and "f.jsonl, row 2" in caplog.text
     with pytest.raises(RewardError, match="leaves none of the 1 rows of the train split"):
-        truth_checks.readable({"train": (dataset(None), given[1])})
+        truth_checks.without_unreadable_truths({"train": (dataset(None), given[1])})
 
 
 def test_mixtures_lose_the_same_rows():
     whole = dataset("72", None, 7)
     parts = tuple(whole.prompts[:2]), tuple(whole.prompts[2:])
-    mixed = dataclasses.replace(whole, rows=MixedRows(parts, Shares((1.0, 1.0), (1.0, 1.0), 0)))
+    mixed = dataclasses.replace(
+        whole, rows=MixedRows(parts, MixtureSchedule((1.0, 1.0), (1.0, 1.0), 0))
+    )
     settings = config(unreadable_truths="leave_out")
-    found = truth_checks.readable({"train": (mixed, settings)})["train"].rows
+    found = truth_checks.without_unreadable_truths({"train": (mixed, settings)})["train"].rows
     assert [[prompt.ground_truth for prompt in part] for part in found.parts] == [["72"], [7]]
 
 
 def test_only_rows_that_a_function_scores_are_asked():
     given = dataset(None, source="b"), config(source="a")
-    assert truths(truth_checks.readable({"train": given})["train"]) == [None]
+    assert truths(truth_checks.without_unreadable_truths({"train": given})["train"]) == [None]
     given = dataset(None), config("length")
-    assert truths(truth_checks.readable({"train": given})["train"]) == [None]
+    assert truths(truth_checks.without_unreadable_truths({"train": given})["train"]) == [None]
 
 
 USER_FILE = """
@@ -101,11 +103,11 @@ def test_a_function_of_the_user_has_its_own_check(tmp_path):
     (tmp_path / "own.py").write_text(USER_FILE)
     given = dataset(2, 3, "exit", "x", 4), config(f"{tmp_path / 'own.py'}:mine")
     with pytest.raises(RewardError) as error:
-        truth_checks.readable({"train": given})
+        truth_checks.without_unreadable_truths({"train": given})
     said = str(error.value)
     assert said.startswith("3 of 5 rows")
     assert "f.jsonl, row 2: " in said and "3 is odd; write an even number" in said
     assert "f.jsonl, row 3: " in said and "its check_truth failed: SystemExit: 3" in said
     assert "f.jsonl, row 4: " in said and "TypeError" in said
     given = given[0], config(f"{tmp_path / 'own.py'}:unchecked")
-    assert len(truth_checks.readable({"train": given})["train"]) == 5
+    assert len(truth_checks.without_unreadable_truths({"train": given})["train"]) == 5

@@ -10,18 +10,18 @@ import tiny
 from engine_work import LIMIT, ONE, assert_same, rollout_params
 
 from jaxrl_llm.config import SpeculationConfig
-from jaxrl_llm.models.shape import Experts, Latent, Layer
+from jaxrl_llm.models.architecture import Experts, LatentAttentionSizes, LayerType
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rollout import inputs, lowered
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.requests import Request, RequestError, SamplingParams
+from jaxrl_llm.rollout.engine import host_inputs
+from jaxrl_llm.rollout.engine.engine import Engine
+from jaxrl_llm.rollout.engine.requests import Request, RequestError, SamplingParams
 
 EPISODES, TURNS, SAMPLED = 5, 3, 4
 NETWORKS = {
     "plain": tiny.SHAPE,
     "experts and windows": dataclasses.replace(
         tiny.SHAPE,
-        layers=(Layer(window=9), Layer(experts=True)),
+        layers=(LayerType(window=9), LayerType(experts=True)),
         experts=Experts(num=4, per_token=2, size=12),
     ),
     "latents": dataclasses.replace(
@@ -29,7 +29,7 @@ NETWORKS = {
         qkv_bias=False,
         num_kv_heads=4,
         head_size=12,
-        latent=Latent(kv_rank=16, plain_size=8, value_size=6, q_rank=20),
+        latent=LatentAttentionSizes(kv_rank=16, plain_size=8, value_size=6, q_rank=20),
     ),
 }
 
@@ -37,7 +37,7 @@ NETWORKS = {
 @pytest.fixture
 def one_window(monkeypatch):
     """Every prompt and every chunk in the widest bucket: fewer programs, the same tokens."""
-    monkeypatch.setattr(inputs, "SMALLEST_WIDTH", LIMIT)
+    monkeypatch.setattr(host_inputs, "MIN_WIDTH", LIMIT)
 
 
 def engine_with(num_slots, mesh=ONE, shape=tiny.SHAPE, draft_tokens=0, **settings):
@@ -70,7 +70,7 @@ def played(engine, params, keeps=True, added=(7, 1, 9, 2, 5), routes=False):
             keys[i : i + 1],
             (SamplingParams(SAMPLED + i % 2),),
             routes=visited[i],
-            keeps=keeps,
+            retains_pages=keeps,
             continues=continues if keeps else None,
         )
         number = engine.submit(request)
@@ -116,11 +116,11 @@ def test_what_is_kept_changes_no_sample(name, request):
     prompts = sum(3 + 2 * i for i in range(EPISODES))
     new = (TURNS - 1) * (sum((7, 1, 9, 2, 5)) + EPISODES)
     assert engine.statistics.prefill_tokens == prompts + new < whole.prefill_tokens / 2
-    assert engine.statistics.reread_tokens == whole.reread_tokens == 0
+    assert engine.statistics.recomputed_tokens == whole.recomputed_tokens == 0
     # With room for two, slots are given to others and read again.
     few = engine_with(2, shape=NETWORKS[name])
     assert_same(played(few, params), wanted)
-    assert 0 < few.statistics.reread_tokens <= whole.prefill_tokens
+    assert 0 < few.statistics.recomputed_tokens <= whole.prefill_tokens
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_on_a_mesh():
 
 def test_turns_wait_for_no_compiler_and_copy_no_cache(compilations):
     engine = engine_with(8)
-    for make in lowered.ahead(engine, rollout_params(), [False], continues=True).values():
+    for make in engine.programs_to_compile(rollout_params(), [False], continues=True).values():
         make()
     assert "jit(extend)" in compilations
     compilations.clear()
@@ -141,9 +141,9 @@ def test_turns_wait_for_no_compiler_and_copy_no_cache(compilations):
     # What is read and written in one program is not copied. More slots need no more memory.
     needed = []
     for num_slots in (16, 64):
-        jitted = engine_with(num_slots).jitted
-        nothing = inputs.continuation([], [], 8, 32, jitted.pages.table([], 8))
-        arguments = nothing, inputs.admission([], 8, num_slots)
+        jitted = engine_with(num_slots).programs
+        nothing = host_inputs.chunked_prefill_inputs([], [], 8, 32, jitted.pages.table([], 8))
+        arguments = nothing, host_inputs.insert_args([], 8, num_slots)
         with jax.set_mesh(ONE):
             program = jitted.extend.lower(
                 rollout_params(),
@@ -159,7 +159,7 @@ def test_turns_wait_for_no_compiler_and_copy_no_cache(compilations):
 
 @pytest.mark.slow
 def test_long_additions_are_read_in_pieces(monkeypatch):
-    monkeypatch.setattr(inputs, "_CONTINUATIONS", ((3, 4), (2, 6)))
+    monkeypatch.setattr(host_inputs, "_CONTINUATION_SHAPES", ((3, 4), (2, 6)))
     engine = engine_with(8)
     wanted = played(engine, rollout_params(), keeps=False, added=(14, 3, 8, 1, 5))
     assert_same(played(engine, rollout_params(), added=(14, 3, 8, 1, 5)), wanted)
@@ -171,7 +171,7 @@ def test_guesses_know_what_was_added():
     wanted = played(engine_with(8), rollout_params(), keeps=False)
     engine = engine_with(8, draft_tokens=2)
     assert_same(played(engine, rollout_params()), wanted)
-    assert engine.statistics.guesses > 0
+    assert engine.statistics.draft_tokens > 0
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_slots_change_places_with_what_others_keep(one_window):
     prompt = tuple(range(4, 14))
     short, long = SamplingParams(2), SamplingParams(40)
     # The first 24 slots hold samples that end at once; those behind them go on.
-    first = engine.submit(Request(prompt, keys[:24], (short,) * 24, keeps=True))
+    first = engine.submit(Request(prompt, keys[:24], (short,) * 24, retains_pages=True))
     engine.submit(Request(prompt[::-1], keys[24:], (long,) * 8))
     ended = [c.tokens for c in engine._scheduler.completions(first)]
     engine.step(params)
@@ -214,7 +214,7 @@ def test_slots_change_places_with_what_others_keep(one_window):
         for p in engine.step(params):
             again.setdefault(p.request, []).extend(p.tokens)
     assert engine.statistics.prefill_tokens - read == 24 * 2
-    assert engine.statistics.reread_tokens == 0
+    assert engine.statistics.recomputed_tokens == 0
     requests = [Request((*prompt, *ended[i], 50), keys[i : i + 1], (short,)) for i in range(24)]
     fresh = engine_with(32).generate(params, requests)
     assert [again[number] for number in numbers] == [c.tokens for (c,) in fresh]
@@ -231,7 +231,7 @@ def test_what_is_forgotten_is_read_again():
             engine.step(params)
         return number, engine.statistics.prefill_tokens - before
 
-    first = Request((4, 5, 6), key, (SamplingParams(1),), keeps=True)
+    first = Request((4, 5, 6), key, (SamplingParams(1),), retains_pages=True)
     more = Request((4, 5, 6, 7, 8), key, (SamplingParams(1),))
     number, count = tokens_read(first)
     assert count == 3
@@ -239,7 +239,7 @@ def test_what_is_forgotten_is_read_again():
     # It was continued, so its slot is the new sample's, which keeps nothing.
     assert tokens_read(dataclasses.replace(more, continues=(number, 0)))[1] == 5
     number, _ = tokens_read(first)
-    engine.forget(number, 0)
+    engine.free(number, 0)
     assert tokens_read(dataclasses.replace(more, continues=(number, 0)))[1] == 5
     # Another history shares its beginning alone.
     number, _ = tokens_read(first)

@@ -11,9 +11,10 @@ from talk import APPENDED, Talk
 
 from jaxrl_llm.config import RolloutConfig
 from jaxrl_llm.data.tokenizer import character_tokenizer
-from jaxrl_llm.rollout import episodes, inputs
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.requests import Request, SamplingParams
+from jaxrl_llm.rollout import episodes
+from jaxrl_llm.rollout.engine import host_inputs
+from jaxrl_llm.rollout.engine.engine import Engine
+from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
 from jaxrl_llm.types import Prompt, PromptBatch, Weights
 
 TOKENIZER = character_tokenizer()
@@ -42,9 +43,9 @@ def prompts(*texts):
 
 def test_shorter_and_longer_prompts_of_one_dataset_have_one_shape(setup, compilations):
     engine, shapes, counts = copy.copy(setup[0]), set(), []
-    engine.prompt_shapes = inputs.few_shapes(2, 43, engine.max_tokens)
+    engine.prompt_shapes = host_inputs.prefill_shapes(2, 43, engine.max_tokens)
     for text in ("two words", "and a prompt of more than thirty-two tokens", "a"):
-        batch = PromptBatch(prompts(text).prompts, longest=43)
+        batch = PromptBatch(prompts(text).prompts, max_prompt_tokens=43)
         of = engine, setup[1], TOKENIZER, batch, SAMPLES
         rollouts, _ = episodes.rollout(*of, jax.random.key(3))
         shapes.add(rollouts.tokens.shape)
@@ -128,9 +129,9 @@ def test_an_episode_of_several_turns(setup, late):
     # Every turn reads what is new, and the last token that was sampled before it.
     prompt_tokens = sum(len(prompt.tokens) for prompt in batch.prompts)
     new = prompt_tokens + (num_turns - 6) * (len(APPENDED) + 1)
-    assert new <= done.prefill_tokens == new + done.reread_tokens
+    assert new <= done.prefill_tokens == new + done.recomputed_tokens
     assert sorted(talk.ended) == [number for number, count in enumerate(answers) if count == 99]
-    assert [log.num_turns for log in rollouts.logs] == list(map(len, talk.turns))
+    assert [log.num_turns for log in rollouts.episode_logs] == list(map(len, talk.turns))
     forced = np.asarray(
         tiny.teacher_forced(rollouts.tokens, np.ones(6, np.float32), NETWORK, tiny.params(NETWORK))
     )

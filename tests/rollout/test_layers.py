@@ -11,9 +11,9 @@ from engine_work import LIMIT, ONE, assert_same, engine_of, read_by, request
 from kinds_of_layers import NETWORKS
 
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rollout import cache, prefill
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.requests import SamplingParams
+from jaxrl_llm.rollout.engine import kv_cache, prefill
+from jaxrl_llm.rollout.engine.engine import Engine
+from jaxrl_llm.rollout.engine.requests import SamplingParams
 
 
 @functools.cache
@@ -83,7 +83,7 @@ def test_pieces_of_a_prompt_are_the_prompt(name):
 
 def test_latents_are_all_that_is_kept():
     network, _, _ = made("latents")
-    assert network.shape.cached == (1, 20, 0)
-    held = cache.empty(network.shape, 3, LIMIT, "float32")
+    assert network.shape.kv_cache_sizes == (1, 20, 0)
+    held = kv_cache.empty_cache(network.shape, 3, LIMIT, "float32")
     assert held.values == () and [k.shape for k in held.keys] == [(3, 1, 20, LIMIT)] * 2
-    assert cache.cache_bytes(network, ONE, 3 * LIMIT, 3) == sum(k.nbytes for k in held.keys)
+    assert kv_cache.cache_bytes(network, ONE, 3 * LIMIT, 3) == sum(k.nbytes for k in held.keys)

@@ -12,50 +12,50 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from kinds_of_layers import NETWORKS
 
 from jaxrl_llm.config import RolloutConfig
-from jaxrl_llm.learner import sampler
-from jaxrl_llm.models import low_precision
-from jaxrl_llm.models.low_precision import STEPS
+from jaxrl_llm.models import quantization as quantization_lib
+from jaxrl_llm.models.quantization import SCALES
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rollout import prefill
-from jaxrl_llm.rollout.requests import SamplingParams
+from jaxrl_llm.rollout.engine import prefill
+from jaxrl_llm.rollout.engine.requests import SamplingParams
+from jaxrl_llm.sampling import policy_sampler
 
 EIGHT_BITS = ("int8", "fp8")
 
 
 def test_one_step_for_each_output_by_hand():
     kernel = jnp.array([[1.0, 0.0, 127.0], [-2.0, 0.0, 63.6]])
-    found = low_precision.quantized({"q": {"kernel": kernel}}, "int8", "float32")["q"]
+    found = quantization_lib.quantize_layer({"q": {"kernel": kernel}}, "int8", "float32")["q"]
     # The largest number of a column is 127 steps; a column of zeros has step 1.
-    np.testing.assert_allclose(found[STEPS], [2 / 127, 1.0, 1.0])
+    np.testing.assert_allclose(found[SCALES], [2 / 127, 1.0, 1.0])
     np.testing.assert_array_equal(found["kernel"], [[64, 0, 127], [-127, 0, 64]])
     # float8 has 4 significant bits: 448 / 2 = 224 is one of its numbers, 0.51 * 448 is not.
     kernel = jnp.array([[2.0, 1.02], [1.0, -2.0]])
-    found = low_precision.quantized({"q": {"kernel": kernel}}, "fp8", "float32")["q"]
+    found = quantization_lib.quantize_layer({"q": {"kernel": kernel}}, "fp8", "float32")["q"]
     wide = found["kernel"].astype(jnp.float32)
     np.testing.assert_array_equal(wide, [[448.0, 224.0], [224.0, -448.0]])
     # What training computes with is rounded: of bfloat16's 8 bits, 1.002 keeps none after the 1.
     kernel = jnp.array([[1.002], [0.5]])
-    found = low_precision.quantized({"q": {"kernel": kernel}}, "int8", "bfloat16")["q"]
-    np.testing.assert_allclose(found[STEPS], [1 / 127])
+    found = quantization_lib.quantize_layer({"q": {"kernel": kernel}}, "int8", "bfloat16")["q"]
+    np.testing.assert_allclose(found[SCALES], [1 / 127])
 
 
 def rolled_out(network, mesh=ONE, **settings):
     """Returns the network that decodes, and what turns trained weights into its own."""
-    rollout = sampler.rollout_network(RolloutConfig(**settings), network, mesh)
-    return rollout, sampler.resharder(network, rollout, mesh, "tensor")
+    rollout = policy_sampler.rollout_network(RolloutConfig(**settings), network, mesh)
+    return rollout, policy_sampler.resharder(network, rollout, mesh, "tensor")
 
 
 def moved(mover, network, trained, mesh=ONE):
     with jax.set_mesh(mesh):
-        return mover.reshard(mover.empty(), tiny.sharded(trained, mesh, network))
+        return mover.reshard(mover.zeros(), tiny.sharded(trained, mesh, network))
 
 
 def rounded_and_back(trained, quantization):
     """Returns training weights that are what rounding leaves of these."""
     found = flatten_dict(trained)
-    layers = low_precision.quantized(trained["layers"], quantization, "float32")
+    layers = quantization_lib.quantize_layer(trained["layers"], quantization, "float32")
     for path, steps in flatten_dict(layers).items():
-        if path[-1] == STEPS:
+        if path[-1] == SCALES:
             kernel = flatten_dict(layers)[*path[:-1], "kernel"].astype(jnp.float32)
             found["layers", *path[:-1], "kernel"] = np.asarray(kernel * steps[..., None, :])
     return unflatten_dict(found)
@@ -86,7 +86,7 @@ def test_products_are_those_of_the_rounded_weights(name, quantization):
     trained = tiny.params(network)
     rollout, mover = rolled_out(network, quantization=quantization)
     params = moved(mover, network, trained)
-    dtype = low_precision.dtype_of(quantization)
+    dtype = quantization_lib.quantized_dtype(quantization)
     others = {p for p, a in flatten_dict(params["layers"][-1]).items() if a.dtype != dtype}
     assert {path[-2] for path in others if path[-1] == "kernel"} <= {"router"}
     assert params["embed"].dtype == jnp.float32
@@ -106,9 +106,9 @@ def test_products_are_those_of_the_rounded_weights(name, quantization):
 
 def test_keys_beyond_float8_are_its_largest():
     x = jnp.array([1e6, -1e6, 0.5, jnp.inf])
-    found = low_precision.narrow(x, "float8_e4m3fn").astype(jnp.float32)
+    found = quantization_lib.to_cache_dtype(x, "float8_e4m3fn").astype(jnp.float32)
     np.testing.assert_array_equal(found, [448.0, -448.0, 0.5, 448.0])
-    np.testing.assert_array_equal(low_precision.narrow(x, "float32"), x)
+    np.testing.assert_array_equal(quantization_lib.to_cache_dtype(x, "float32"), x)
 
 
 @functools.cache
@@ -162,7 +162,7 @@ def test_devices_round_alike_and_send_what_is_rounded(quantization):
     network = tiny.with_sizes(hidden_size=64, mlp_size=128, num_layers=1)
     mesh, trained = tiny.make_mesh(fsdp=4, tensor=2), tiny.params(network)
     # The kernels of a single CPU are transposed; here they are not.
-    alone = low_precision.quantized(
+    alone = quantization_lib.quantize_layer(
         jax.tree.map(lambda a: a[0], trained["layers"]["0"]), quantization, "float32"
     )
     _, mover = rolled_out(network, mesh, quantization=quantization)

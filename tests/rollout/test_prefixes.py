@@ -10,12 +10,12 @@ from engine_work import LIMIT, rollout_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.data.packing import bucket
-from jaxrl_llm.rollout import inputs, prefill
-from jaxrl_llm.rollout.pages import Layout, Pages
-from jaxrl_llm.rollout.reader import Reader
-from jaxrl_llm.rollout.requests import Request, SamplingParams, Statistics
-from jaxrl_llm.rollout.scheduler import Scheduler
+from jaxrl_llm.packing.packed_batch import bucket
+from jaxrl_llm.rollout.engine import host_inputs, prefill
+from jaxrl_llm.rollout.engine.page_allocator import CacheLayout, PageAllocator
+from jaxrl_llm.rollout.engine.prefill_batcher import PrefillBatcher
+from jaxrl_llm.rollout.engine.requests import EngineStatistics, Request, SamplingParams
+from jaxrl_llm.rollout.engine.scheduler import Scheduler
 
 MOST = 600
 
@@ -28,8 +28,8 @@ def prompts_of(lengths):
 @given(st.lists(st.integers(1, 599), min_size=1, max_size=40))
 def test_every_prompt_lies_in_a_row_of_few_sizes(lengths):
     prompts = prompts_of(lengths)
-    count = inputs.num_fitting(lengths, MOST)
-    batch = inputs.prompt_rows(prompts[:count], MOST)
+    count = host_inputs.num_prompts_in_batch(lengths, MOST)
+    batch = host_inputs.prompt_rows(prompts[:count], MOST)
     rows, width = batch.tokens.shape
     assert batch.tokens.size <= max(4096, width)
     assert width < 2 * max(32, *lengths[:count]) and rows in (bucket(rows), 4096 // width)
@@ -47,7 +47,7 @@ def test_every_prompt_lies_in_a_row_of_few_sizes(lengths):
     assert len(segments) == count
     assert (batch.starts[count:] == 0).all() and (batch.lengths[count:] == 1).all()
     # What is warmed up for so many prompts is all that they can need.
-    shapes = set(inputs.row_shapes(count, max(lengths), MOST))
+    shapes = set(host_inputs.all_prefill_shapes(count, max(lengths), MOST))
     assert batch.tokens.shape in shapes
     assert len(shapes) <= 20
 
@@ -55,11 +55,13 @@ def test_every_prompt_lies_in_a_row_of_few_sizes(lengths):
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 599), min_size=1, max_size=40), st.integers(1, 599))
 def test_a_run_reads_its_prompts_in_few_shapes(lengths, longest):
-    with mock.patch.object(prefill, "PIECE_TOKENS", 128):
-        shapes = inputs.few_shapes(8, longest, MOST)
+    with mock.patch.object(prefill, "PREFILL_CHUNK_TOKENS", 128):
+        shapes = host_inputs.prefill_shapes(8, longest, MOST)
         assert len(shapes) == 1 + (longest > 128)
-        count = inputs.num_fitting(lengths, MOST, shapes)
-        rows, width = inputs.prompt_rows(prompts_of(lengths[:count]), MOST, shapes).tokens.shape
+        count = host_inputs.num_prompts_in_batch(lengths, MOST, shapes)
+        rows, width = host_inputs.prompt_rows(
+            prompts_of(lengths[:count]), MOST, shapes
+        ).tokens.shape
     if max(lengths[:count]) <= shapes[-1][1]:
         assert (rows, width) in shapes
     assert width >= max(lengths[:count])
@@ -81,15 +83,15 @@ def read_all(lengths):
         shapes.append(prompts.tokens.shape)
         return "what was read"
 
-    pages = Pages(Layout(len(lengths) * 8, 32, 256, len(lengths)))
+    pages = PageAllocator(CacheLayout(len(lengths) * 8, 32, 256, len(lengths)))
     scheduler = Scheduler("".join, pages, 1)
     for prompt in prompts_of(lengths):
         scheduler.add(Request(prompt, np.zeros((1, 2), np.uint32), (SamplingParams(1),)))
-    done, params = Statistics(), {"weight": np.zeros(1)}
-    reader = Reader(read, MOST, done)
-    assert reader.use(params) and not reader.use(params)
-    samples = scheduler.admit()
-    for _, indices in reader.split(params, samples, scheduler):
+    done, params = EngineStatistics(), {"weight": np.zeros(1)}
+    reader = PrefillBatcher(read, MOST, done)
+    assert reader.reset_if_new_weights(params) and not reader.reset_if_new_weights(params)
+    samples = scheduler.schedule()
+    for _, indices in reader.prefill_batches(params, samples, scheduler):
         assert list(indices.values()) == list(range(len(indices)))
     assert done.prefill_tokens == sum(lengths)
     return done.prefill_positions, shapes
@@ -130,11 +132,11 @@ def test_sharing_a_row_changes_nothing():
     lengths = [40, 3, 1, 20, 33, 9, 64, 24]
     prompts = [tuple(random.integers(4, 96, n).tolist()) for n in lengths]
     read = jax.jit(functools.partial(prefill.prefill, tiny.NETWORK))
-    together = read(rollout_params(), inputs.prompt_rows(prompts, LIMIT))
+    together = read(rollout_params(), host_inputs.prompt_rows(prompts, LIMIT))
     assert together.keys[0].shape[1] == (4 + 1) * 64, "8 prompts in 4 rows, and one of nothing"
     for i, prompt in enumerate(prompts):
         filled = [prompt, *[(5,) * 64] * 7]  # the same program, nobody beside it
-        alone = read(rollout_params(), inputs.prompt_rows(filled, LIMIT))
+        alone = read(rollout_params(), host_inputs.prompt_rows(filled, LIMIT))
         np.testing.assert_allclose(together.logits[i], alone.logits[0], atol=2e-5)
         for ours, theirs in zip(
             (*together.keys, *together.values), (*alone.keys, *alone.values), strict=True

@@ -13,12 +13,13 @@ from talk import Talk
 
 from jaxrl_llm.config import RolloutConfig, SpeculationConfig
 from jaxrl_llm.data.tokenizer import character_tokenizer
-from jaxrl_llm.models.router import Routing
-from jaxrl_llm.models.shape import Experts, Layer
+from jaxrl_llm.models.architecture import Experts, LayerType
+from jaxrl_llm.models.router import RouterInputs
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rollout import episodes, prefill
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.requests import Request, RequestError, SamplingParams
+from jaxrl_llm.rollout import episodes
+from jaxrl_llm.rollout.engine import prefill
+from jaxrl_llm.rollout.engine.engine import Engine
+from jaxrl_llm.rollout.engine.requests import Request, RequestError, SamplingParams
 from jaxrl_llm.types import Prompt, PromptBatch, Weights
 
 TOKENIZER = character_tokenizer()
@@ -26,7 +27,7 @@ SHAPE = dataclasses.replace(
     tiny.SHAPE,
     vocab_size=len(TOKENIZER),
     num_layers=3,
-    layers=(Layer(experts=True), Layer(), Layer(window=9, experts=True)),
+    layers=(LayerType(experts=True), LayerType(), LayerType(window=9, experts=True)),
     experts=Experts(num=6, per_token=2, size=12),
 )
 NETWORK = Network(SHAPE)
@@ -56,12 +57,16 @@ def engine_with(draft_tokens=0):
 def one_pass(tokens, routes=None, follows=True):
     """Returns log-probs [B, T] and routes [B, T, routes] of rows of one sequence each."""
     positions, there = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), tokens >= 0
-    routing = Routing(there, routes, follows)
+    routing = RouterInputs(there, routes, follows)
     ids = there.astype(jnp.int32)
-    hidden, routed = NETWORK.read(weights()[0], tokens, positions, ids, routing=routing)
+    hidden, routed = NETWORK.forward(weights()[0], tokens, positions, ids, routing=routing)
     log_p = jax.nn.log_softmax(NETWORK.logits(weights()[0], hidden))[:, :-1]
     drawn = jnp.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0]
-    return jnp.pad(drawn, ((0, 0), (1, 0))), NETWORK.routes(routed.chosen), routed.equal
+    return (
+        jnp.pad(drawn, ((0, 0), (1, 0))),
+        NETWORK.flatten_routes(routed.chosen),
+        routed.num_agreeing,
+    )
 
 
 def requests():
@@ -153,15 +158,15 @@ def test_rollouts_have_the_routes_of_all_turns():
         jax.random.key(2),
         Talk([1] * 6),
     )
-    assert rollouts.routes.shape == (*rollouts.tokens.shape, NETWORK.num_routes)
-    assert rollouts.routes.dtype == np.int16
+    assert rollouts.routed_experts.shape == (*rollouts.tokens.shape, NETWORK.num_routes)
+    assert rollouts.routed_experts.dtype == np.int16
     several = ~rollouts.response_mask & (rollouts.tokens > 0)
     assert (several.sum(1) > [len(rows[i]) for i in rollouts.group_ids]).any()
-    known = (rollouts.routes >= 0).all(-1)
+    known = (rollouts.routed_experts >= 0).all(-1)
     columns = np.arange(rollouts.tokens.shape[1])
     np.testing.assert_array_equal(known, columns < rollouts.lengths[:, None] - 1)
-    log_probs, again, _ = one_pass(rollouts.tokens, rollouts.routes)
-    np.testing.assert_array_equal(np.asarray(again)[known], rollouts.routes[known])
+    log_probs, again, _ = one_pass(rollouts.tokens, rollouts.routed_experts)
+    np.testing.assert_array_equal(np.asarray(again)[known], rollouts.routed_experts[known])
     mask = rollouts.response_mask
     np.testing.assert_allclose(
         np.asarray(log_probs)[mask], rollouts.rollout_log_probs[mask], atol=5e-5

@@ -22,10 +22,10 @@ from engine_work import (
 )
 
 from jaxrl_llm.config import SpeculationConfig
-from jaxrl_llm.rollout import inputs, prefill, programs, sampling
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, Request, SamplingParams
-from jaxrl_llm.rollout.sampling import SamplerState
+from jaxrl_llm.rollout.engine import device_programs, host_inputs, prefill, token_sampling
+from jaxrl_llm.rollout.engine.engine import Engine
+from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS, Request, SamplingParams
+from jaxrl_llm.rollout.engine.token_sampling import SamplerState
 
 THREE = SpeculationConfig(draft_tokens=3)
 
@@ -33,11 +33,13 @@ THREE = SpeculationConfig(draft_tokens=3)
 @pytest.fixture(autouse=True)
 def one_window(monkeypatch):
     """Every prompt and every chunk in the widest bucket: fewer programs, the same tokens."""
-    monkeypatch.setattr("jaxrl_llm.rollout.inputs.SMALLEST_WIDTH", LIMIT)
+    monkeypatch.setattr("jaxrl_llm.rollout.engine.host_inputs.MIN_WIDTH", LIMIT)
 
 
-guess = jax.jit(sampling.guesses, static_argnames=("draft_tokens", "ngram_tokens"))
-kept = jax.jit(sampling.kept_draws)
+guess = jax.jit(
+    token_sampling.prompt_lookup_drafts, static_argnames=("draft_tokens", "ngram_tokens")
+)
+kept = jax.jit(token_sampling.acceptance_mask)
 
 
 def propose(sequences, draft_tokens=4, ngram_tokens=3, behind=7):
@@ -111,15 +113,15 @@ def after_a_prompt(slots=4000):
     prompt = tuple(np.random.default_rng(5).integers(4, 96, 9).tolist())
     params = rollout_params()
     prefix = jax.jit(functools.partial(prefill.prefill, tiny.NETWORK))(
-        params, inputs.prompt_rows([prompt], 16)
+        params, host_inputs.prompt_rows([prompt], 16)
     )
     column = functools.partial(np.full, slots)
     sampler = SamplerState(
         np.zeros((slots, 2), np.uint32), column(0.0), column(0), column(1.0), column(0.0)
     )
     # All read the same page of 16 tokens, none writes to it in one step.
-    writes = inputs.writes([(0, 0, 0)], 1, slots)
-    admission = programs.Admission(
+    writes = host_inputs.page_writes([(0, 0, 0)], 1, slots)
+    admission = device_programs.InsertArgs(
         column(0),
         np.arange(slots),
         column(9),
@@ -127,12 +129,12 @@ def after_a_prompt(slots=4000):
         sampler,
         column(0),
     )
-    state = programs.empty_state(tiny.NETWORK, slots, 1, 16, history_tokens=16)
-    state, first = jax.jit(functools.partial(programs.insert, filtered=False, num_top=0))(
+    state = device_programs.empty_state(tiny.NETWORK, slots, 1, 16, history_tokens=16)
+    state, first = jax.jit(functools.partial(device_programs.insert, filtered=False, num_top=0))(
         state, prefix, admission, writes
     )
     step = functools.partial(
-        programs.generate,
+        device_programs.generate,
         tiny.NETWORK,
         params,
         table=np.zeros((slots, 1), np.int32),
@@ -152,7 +154,7 @@ def after_a_prompt(slots=4000):
 @jax.jit
 def logits_of(tokens):
     stacked, inside = jax.tree.map(jnp.asarray, weights()), jnp.ones_like(tokens)
-    hidden = tiny.NETWORK.hidden(stacked, tokens, jnp.arange(16)[None], inside)
+    hidden = tiny.NETWORK.hidden_states(stacked, tokens, jnp.arange(16)[None], inside)
     return tiny.NETWORK.logits(stacked, hidden)[0]
 
 
@@ -283,7 +285,7 @@ def test_slots_chunks_and_guesses_do_not_matter(num_slots, chunk_steps, guesses)
 def test_mesh_does_not_matter(sizes):
     mesh = tiny.make_mesh(**sizes)
     engine = engine_of(mesh, speculation=THREE)
-    split = engine.jitted.state_shardings
+    split = engine.programs.state_shardings
     assert split.history.spec[0], "slots are on one device: nothing was shown"
     assert_same(engine.generate(rollout_params(mesh), workload()), expected())
 
@@ -299,7 +301,7 @@ def test_other_weights_compile_nothing_and_give_their_own_samples():
 
 
 def test_without_speculation_no_history_is_kept():
-    state = engine_of().jitted.abstract_state
+    state = engine_of().programs.abstract_state
     assert state.history.shape == (8, 0)
-    kept_by = engine_of(speculation=THREE).jitted.abstract_state
+    kept_by = engine_of(speculation=THREE).programs.abstract_state
     assert kept_by.history.shape == (8, LIMIT)

@@ -13,9 +13,9 @@ from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.driver import Driver
 from jaxrl_llm.serving.metrics import Metrics
-from jaxrl_llm.serving.protocol import Served
+from jaxrl_llm.serving.protocol import ServedModel
 
-SERVED = Served("m", character_tokenizer(), (1,), vocab_size=104, max_tokens=100)
+SERVED = ServedModel("m", character_tokenizer(), (1,), vocab_size=104, max_tokens=100)
 BODY = {"model": "m", "prompt": "abc", "max_tokens": 5}
 
 
@@ -24,7 +24,7 @@ async def running(engine, max_waiting=2, served=SERVED, **limits):
     """Gives a client of an application in this event loop, and its driver."""
     driver = Driver(engine, 0.0, max_waiting=max_waiting)
     app = make_app(served, driver, Metrics(driver), **limits)
-    driver.start(call=asyncio.get_running_loop().call_soon_threadsafe)
+    driver.start(call_soon=asyncio.get_running_loop().call_soon_threadsafe)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         try:
@@ -78,7 +78,7 @@ def test_stopping_is_503():
             accepted = asyncio.create_task(complete(client))
             while not driver.num_unfinished:
                 await asyncio.sleep(0.001)
-            driver.refuse()
+            driver.stop_accepting()
             reply = await complete(client)
             assert reply.status_code == 503 and int(reply.headers["retry-after"]) > 0
             assert error_of(reply) == ("server_error", "not_serving")

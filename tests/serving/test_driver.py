@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from serving_engine import CountingEngine
 
-from jaxrl_llm.rollout.jitted import Program
-from jaxrl_llm.rollout.requests import Request, SamplingParams
-from jaxrl_llm.serving.driver import Driver, Refused
+from jaxrl_llm.rollout.engine.compiled_programs import Program
+from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
+from jaxrl_llm.serving.driver import Driver, RequestRejected
 
 
 @contextlib.contextmanager
 def refused(reason, match=None):
-    with pytest.raises(Refused, match=match) as caught:
+    with pytest.raises(RequestRejected, match=match) as caught:
         yield
     assert caught.value.reason == reason
 
@@ -39,7 +39,7 @@ class Heard:
 
     def __call__(self, event):
         with self.changed:
-            if isinstance(event, Refused):
+            if isinstance(event, RequestRejected):
                 assert self.error is None
                 self.error = event
             else:
@@ -132,7 +132,7 @@ def test_weights_change_between_steps(make):
     ticket = driver.submit([request(10**9)], heard)
     with heard.changed:
         assert heard.changed.wait_for(lambda: 1.0 in heard.log_probs, 30)
-    driver.use(2.0)
+    driver.update_weights(2.0)
     with heard.changed:
         assert heard.changed.wait_for(lambda: 2.0 in heard.log_probs, 30)
     driver.cancel(ticket)
@@ -144,7 +144,7 @@ def test_stopping_finishes_what_was_accepted(make):
     driver, heard = make(engine), Heard()
     engine.may_step.clear()
     driver.submit([request(50, samples=6)], heard)
-    driver.refuse()
+    driver.stop_accepting()
     assert driver.state == "stopping"
     with refused("not_serving", match="the server is stopping"):
         driver.submit([request()], Heard())
@@ -241,7 +241,7 @@ def test_programs_are_compiled_while_no_request_is_there(make, caplog):
         while len(compiled) < 3:
             assert time.monotonic() < end
     # The request went before the second.
-    assert compiled == [(0, 0), (1, 5), (2, 5)] and not driver.programs
+    assert compiled == [(0, 0), (1, 5), (2, 5)] and not driver.pending_programs
     assert "compiled 2 of 3: program 1, 0.0 s" in caplog.text
 
 
@@ -254,8 +254,8 @@ def test_a_driver_that_stops_compiles_no_more(make):
 
     driver = make(CountingEngine(), programs=[Program("program", call)] * 50)
     assert reached.wait(30)
-    driver.refuse()
-    assert not driver.programs
+    driver.stop_accepting()
+    assert not driver.pending_programs
     may_compile.set()
     driver.close()
 
@@ -272,7 +272,7 @@ def test_nothing_is_lost_or_told_twice_among_many_threads(make):
             heard = Heard()
             try:
                 ticket = driver.submit([request(length) for length in lengths], heard)
-            except Refused as error:
+            except RequestRejected as error:
                 assert error.reason == "queue_full"
                 outcomes["full"] += 1
                 continue

@@ -21,7 +21,7 @@ from jaxrl_llm.serving import chat, fields, protocol
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.driver import Driver
 from jaxrl_llm.serving.metrics import Metrics
-from jaxrl_llm.serving.protocol import Served
+from jaxrl_llm.serving.protocol import ServedModel
 
 ROOT = pathlib.Path(__file__).parents[2]
 REQUIRED = ("model", "messages", "prompt", "max_tokens")  # the last one by this test
@@ -30,13 +30,13 @@ MODELS = {
     "/v1/completions": [protocol.CompletionBody],
     "stream_options": [protocol.StreamOptions],
     "messages": [chat.ChatMessage],
-    "messages.tool_calls": [chat.ToolCall],
+    "messages.tool_calls": [chat.MessageToolCall],
     "messages.tool_calls.function": [chat.CalledFunction],
     "messages.content": [chat.TextPart, chat.ImagePart],
     "messages.content.image_url": [chat.ImageUrl],
     "tools": [chat.Tool],
-    "tools.function": [chat.Function],
-    "tool_choice": [chat.Choice],
+    "tools.function": [chat.FunctionDefinition],
+    "tool_choice": [chat.NamedToolChoice],
     "tool_choice.function": [chat.ChosenFunction],
 }
 
@@ -123,7 +123,7 @@ def client_of(*says, served=SERVED):
         app = make_app(served, driver, Metrics(driver))
 
         async def start():
-            driver.start(call=asyncio.get_running_loop().call_soon_threadsafe)
+            driver.start(call_soon=asyncio.get_running_loop().call_soon_threadsafe)
 
         client = stack.enter_context(TestClient(app, raise_server_exceptions=False))
         client.portal.call(start)
@@ -274,7 +274,7 @@ VARIABLES = (
 )  # fmt: skip
 def test_variables_reach_the_template(sent, said):
     tokenizer = serving_model.byte_tokenizer(VARIABLES)
-    served = Served("m", tokenizer, SERVED.eos_tokens, len(tokenizer), max_tokens=2000)
+    served = ServedModel("m", tokenizer, SERVED.eos_tokens, len(tokenizer), max_tokens=2000)
     with client_of("It is 2.", served=served) as (client, engine):
         assert post(client, **sent).status_code == 200
         assert said in tokenizer.decode(engine.asked[-1].tokens)

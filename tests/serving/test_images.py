@@ -12,16 +12,16 @@ from pictured import CONFIG, ONE_DEVICE, on
 from PIL import Image
 from serving_engine import CountingEngine
 
-from jaxrl_llm.data import datasets, shapes
+from jaxrl_llm.data import counting_task, datasets
 from jaxrl_llm.data.tokenizer import character_tokenizer
-from jaxrl_llm.learner import sampler as sampler_lib
-from jaxrl_llm.learner.saved import SavedPolicy
-from jaxrl_llm.rollout.requests import Request, SamplingParams
+from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
+from jaxrl_llm.sampling import policy_sampler
+from jaxrl_llm.saved_policy import SavedPolicy
 from jaxrl_llm.serving import server
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.driver import Driver
 from jaxrl_llm.serving.metrics import Metrics
-from jaxrl_llm.serving.protocol import Served
+from jaxrl_llm.serving.protocol import ServedModel
 
 NUM_TOKENS = 6
 
@@ -41,7 +41,7 @@ def talking(served, engine, params, scenario):
     async def talk():
         driver = Driver(engine, params, max_waiting=4)
         app = make_app(served, driver, Metrics(driver), body_bytes=2**22)
-        driver.start(call=asyncio.get_running_loop().call_soon_threadsafe)
+        driver.start(call_soon=asyncio.get_running_loop().call_soon_threadsafe)
         transport = httpx2.ASGITransport(app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://test") as http:
             client = openai.AsyncOpenAI(
@@ -79,7 +79,7 @@ WRONG = {
     "a file": ("/etc/hostname", "nothing is downloaded"),
     "a file's address": ("file:///etc/hostname", "nothing is downloaded"),
     "no base64": ("data:image/png;base64,???", "is no base64"),
-    "cut short": (uri(shapes.drawing("cut")[0][:150]), "the image cannot be read"),
+    "cut short": (uri(counting_task.draw_image("cut")[0][:150]), "the image cannot be read"),
     "no image": (uri(b"hello"), "the image cannot be read, UnidentifiedImageError"),
     "huge": (picture(9000, 9000), "9000 x 9000 pixels, more than 67108864"),
     "too many tokens": (picture(80, 80), "this model takes 64: shorten the prompt"),
@@ -88,19 +88,19 @@ WRONG = {
 
 def test_a_reply_to_an_image_is_the_engines_and_wrong_images_are_400():
     config, models, params = on(ONE_DEVICE)
-    sampler = sampler_lib.build(config, models, {})
+    sampler = policy_sampler.make_sampler(config, models, {})
     source = SavedPolicy("m", config, models, sampler, 64, lambda: (params, 0))
-    served, weights = server.served(source), source.weights().params
-    engine = server.engine(source, served, num_slots=4)
-    given = CONFIG.data, models.tokenizer, "train", 0, None, models.pictures
+    served, weights = server.served_model(source), source.weights().params
+    engine = server.make_engine(source, served, num_slots=4)
+    given = CONFIG.data, models.tokenizer, "train", 0, None, models.image_processor
     prompt = datasets.load_dataset(*given).prompts[0]
-    sights = models.gallery.sights(prompt.images, len(prompt.tokens))
+    sights = models.image_feature_cache.image_inputs(prompt.images, len(prompt.tokens))
     greedy = SamplingParams(NUM_TOKENS, temperature=0.0, stop_tokens=models.eos_tokens)
     keys = np.zeros((1, 2), np.uint32)
-    wanted = engine.generate(weights, [Request(prompt.tokens, keys, (greedy,), sights=sights)])[0][
-        0
-    ]
-    image, _ = shapes.drawing("shapes 0 train 0")
+    wanted = engine.generate(
+        weights, [Request(prompt.tokens, keys, (greedy,), image_inputs=sights)]
+    )[0][0]
+    image, _ = counting_task.draw_image("shapes 0 train 0")
 
     async def scenario(client):
         fields = {"model": "m", "temperature": 0, "logprobs": True, "max_tokens": NUM_TOKENS}
@@ -110,7 +110,7 @@ def test_a_reply_to_an_image_is_the_engines_and_wrong_images_are_400():
         found = [token.logprob for token in reply.choices[0].logprobs.content]
         np.testing.assert_allclose(found, wanted.log_probs, atol=1e-5)
         other = await client.chat.completions.create(
-            messages=[asking(uri(shapes.drawing("shapes 0 train 1")[0]))], **fields
+            messages=[asking(uri(counting_task.draw_image("shapes 0 train 1")[0]))], **fields
         )
         assert other.choices[0].logprobs.content[0].logprob != pytest.approx(found[0], abs=1e-6)
         for name, (address, said) in WRONG.items():
@@ -132,5 +132,5 @@ def test_a_model_of_text_refuses_images():
         said = await refused(client, asking(picture(8, 8)))
         assert said == "messages.0.content, image 1: this model reads text alone; leave images out"
 
-    served = Served("m", character_tokenizer(), (1,), vocab_size=104, max_tokens=100)
+    served = ServedModel("m", character_tokenizer(), (1,), vocab_size=104, max_tokens=100)
     talking(served, CountingEngine(), 0.0, scenario)

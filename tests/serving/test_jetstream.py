@@ -11,10 +11,10 @@ import serving_model
 import tiny
 
 from jaxrl_llm.data.tokenizer import load_tokenizer
-from jaxrl_llm.models import huggingface
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.requests import Request, SamplingParams
-from jaxrl_llm.serving.replies import decoder
+from jaxrl_llm.models.hf import checkpoint
+from jaxrl_llm.rollout.engine.engine import Engine
+from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
+from jaxrl_llm.serving.replies import detokenizer
 
 pytestmark = pytest.mark.slow
 LIMIT = 128
@@ -82,13 +82,13 @@ def expected(folder, tokenizer):
     """Returns our engine's greedy tokens for a prompt, without the end of sequence."""
     net, mesh = serving_model.network(tokenizer), tiny.make_mesh()
     engine = Engine(net, mesh, num_slots=4, max_tokens=LIMIT)
-    weights = tiny.rollout_params(huggingface.load(folder, net), mesh, net)
+    weights = tiny.rollout_params(checkpoint.load(folder, net), mesh, net)
 
     def expected(tokens, max_tokens):
         params = SamplingParams(max_tokens, 0.0, stop_tokens=(tokenizer.eos_token_id,))
         request = Request(tuple(tokens), np.zeros((1, 2), np.uint32), (params,))
         (((completion),),) = engine.generate(weights, [request])
-        return completion.tokens[: -1 if completion.stopped else None]
+        return completion.tokens[: -1 if completion.is_stopped else None]
 
     return expected
 
@@ -111,7 +111,7 @@ def test_replies_are_the_engines(stub, expected, tokenizer):
         # JetStream keeps the bytes of a character back that never comes.
         assert from_text == tokens[: len(from_text)]
         if len(from_text) == len(tokens):
-            assert text == decoder(tokenizer)(tokens)
+            assert text == detokenizer(tokenizer)(tokens)
 
 
 def test_a_reply_may_fill_the_cache(stub, expected):

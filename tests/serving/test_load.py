@@ -12,7 +12,7 @@ import pytest
 import serving_model
 from serving_model import HANGS_S
 
-from jaxrl_llm.rollout import inputs
+from jaxrl_llm.rollout.engine import host_inputs
 
 pytestmark = pytest.mark.slow
 CLIENTS = 64
@@ -103,7 +103,7 @@ async def round_of(url, seeds):
 @pytest.mark.parametrize("requests", [200, pytest.param(400, marks=pytest.mark.nightly)])
 def test_sixty_four_clients(requests, folder):
     # Who arrives with whom decides which programs are used, and each needs memory: all of them.
-    ahead = f"--warm_up_prompts={inputs.MOST_PROMPT_TOKENS // inputs.SMALLEST_WIDTH}"
+    ahead = f"--warm_up_prompts={host_inputs.MAX_PREFILL_TOKENS // host_inputs.MIN_WIDTH}"
     flags = ("--num_slots=16", "--max_waiting=200", ahead)
     with serving_model.serving(folder, *flags) as (server, url):
         serving_model.wait_idle(url, ["warm_up_programs"])

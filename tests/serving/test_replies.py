@@ -11,8 +11,8 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.data.tokenizer import character_tokenizer
-from jaxrl_llm.rollout.requests import text_before
-from jaxrl_llm.serving.replies import TokenNames, Transcript, decoder
+from jaxrl_llm.rollout.engine.requests import text_before
+from jaxrl_llm.serving.replies import IncrementalDetokenizer, TokenNames, detokenizer
 
 BYTES = serving_model.byte_tokenizer()
 
@@ -41,7 +41,7 @@ PIECES = piece_tokenizer()
 
 def pieces_of(tokenizer, tokens, cuts, stop=(), reason="length"):
     """Returns what is told when `tokens` come in pieces that end at `cuts`."""
-    transcript = Transcript(decoder(tokenizer), (tokenizer.eos_token_id,), stop)
+    transcript = IncrementalDetokenizer(detokenizer(tokenizer), (tokenizer.eos_token_id,), stop)
     edges = [0, *sorted({cut for cut in cuts if 0 < cut < len(tokens)}), len(tokens)]
     return [
         transcript.extend(tokens[a:b], reason if b == len(tokens) else "")
@@ -56,7 +56,7 @@ def tokens_below(size):
 @settings(max_examples=150, deadline=None)
 @given(tokens_below(len(BYTES)), st.lists(st.integers(1, 59)))
 def test_any_bytes_add_up_to_the_text_of_all_tokens(tokens, cuts):
-    assert "".join(pieces_of(BYTES, tokens, cuts)) == decoder(BYTES)(tokens)
+    assert "".join(pieces_of(BYTES, tokens, cuts)) == detokenizer(BYTES)(tokens)
 
 
 @settings(max_examples=100, deadline=None)
@@ -79,7 +79,7 @@ def test_whole_characters_only(tokenizer, data):
             known = part in PIECES.get_vocab()
             names = [part] if known else [f"<0x{byte:02X}>" for byte in part.encode()]
             tokens += PIECES.convert_tokens_to_ids(names)
-        text = decoder(PIECES)(tokens)
+        text = detokenizer(PIECES)(tokens)
     told = pieces_of(tokenizer, tokens, range(60))
     assert "".join(told) == text
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in told)
@@ -104,7 +104,7 @@ def test_text_is_not_held_back_longer_than_it_must_be():
     tokenizer = character_tokenizer()
     told = pieces_of(tokenizer, tokenizer.encode("no Qu Qui"), range(9), ("Quit", "uit"))
     assert told == ["n", "o", " ", "", "", "Qu ", "", "", "Qui"]
-    transcript = Transcript(decoder(tokenizer), (), ("or not", "be?"))
+    transcript = IncrementalDetokenizer(detokenizer(tokenizer), (), ("or not", "be?"))
     assert transcript.extend(tokenizer.encode("to be, o"), "") == "to be, "
 
 
@@ -120,7 +120,7 @@ def test_special_tokens_and_the_stop_token_have_no_text():
     ids = PIECES.convert_tokens_to_ids
     tokens = [0, 0, ids("▁the"), 0, 0, 0, 0, 0, 0, ids("▁a"), ids("n")]
     assert "".join(pieces_of(PIECES, tokens, range(20))) == "the an"
-    transcript = Transcript(decoder(PIECES), (ids("n"),))
+    transcript = IncrementalDetokenizer(detokenizer(PIECES), (ids("n"),))
     assert transcript.extend([ids("▁a"), ids("n"), ids("n")], "stop") == "an"
     assert transcript.offsets == [0, 1, 2]
 

@@ -12,11 +12,11 @@ import serving_model
 import tiny
 
 from jaxrl_llm.data.tokenizer import load_tokenizer
-from jaxrl_llm.models import huggingface
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.requests import Request, SamplingParams
+from jaxrl_llm.models.hf import checkpoint
+from jaxrl_llm.rollout.engine.engine import Engine
+from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
 from jaxrl_llm.serving.protocol import random_keys
-from jaxrl_llm.serving.replies import Transcript, decoder
+from jaxrl_llm.serving.replies import IncrementalDetokenizer, detokenizer
 
 PROMPT = "The quick brown"
 LIMIT = 256
@@ -53,16 +53,16 @@ def sample(folder, tokenizer):
     """Returns what the engine in this process gives for a prompt, and its text."""
     net = serving_model.network(tokenizer)
     engine = Engine(net, tiny.make_mesh(), num_slots=8, max_tokens=LIMIT)
-    weights = tiny.rollout_params(huggingface.load(folder, net), tiny.make_mesh(), net)
+    weights = tiny.rollout_params(checkpoint.load(folder, net), tiny.make_mesh(), net)
 
     def sample(prompt, keys, **params):
         tokens = tuple(tokenizer(prompt)["input_ids"])
         drawn = SamplingParams(stop_tokens=(tokenizer.eos_token_id,), **params)
         request = Request(tokens, keys, (drawn,) * len(keys))
         (completions,) = engine.generate(weights, [request])
-        decode = decoder(tokenizer)
+        decode = detokenizer(tokenizer)
         return completions, [
-            Transcript(decode, drawn.stop_tokens).extend(c.tokens, c.finish_reason)
+            IncrementalDetokenizer(decode, drawn.stop_tokens).extend(c.tokens, c.finish_reason)
             for c in completions
         ]
 

@@ -36,7 +36,7 @@ def test_sizes_that_do_not_fill_the_devices_are_refused(sizes):
 def test_a_hosts_value_is_whole_on_every_device():
     mesh = mesh_lib.make_mesh(MeshConfig(fsdp=4, tensor=2))
     for value in (np.int32(3), np.arange(6.0, dtype=np.float32).reshape(2, 3)):
-        put = mesh_lib.everywhere(value, mesh)
+        put = mesh_lib.replicate_host_value(value, mesh)
         assert put.committed and put.sharding == mesh_lib.replicated(mesh)
         assert put.dtype == value.dtype and len(put.addressable_shards) == 8
         for shard in put.addressable_shards:
@@ -87,7 +87,7 @@ def test_rollout_is_a_prefix_of_training(dim, unit, fsdp, tensor, sequence, name
         return (found,) if isinstance(found, str) else found or ()
 
     train = axes(mesh_lib.TRAIN, ("tensor",))
-    rollout = axes(mesh_lib.ROLLOUT_WEIGHTS[layout], mesh_lib.COMPUTING[layout])
+    rollout = axes(mesh_lib.ROLLOUT_WEIGHTS[layout], mesh_lib.COMPUTE_AXES[layout])
     assert train[: len(rollout)] == rollout
     parts = 1
     for axis in train:
@@ -98,7 +98,7 @@ def test_rollout_is_a_prefix_of_training(dim, unit, fsdp, tensor, sequence, name
 def test_rules_name_the_same_dims():
     assert set(mesh_lib.ROLLOUT) == set(mesh_lib.TRAIN)
     layouts = set(MeshConfig.__dataclass_fields__["rollout"].type.__args__)
-    for table in (mesh_lib.ROLLOUT_WEIGHTS, mesh_lib.COMPUTING, mesh_lib.ROLLOUT_ACTIVATIONS):
+    for table in (mesh_lib.ROLLOUT_WEIGHTS, mesh_lib.COMPUTE_AXES, mesh_lib.ROLLOUT_ACTIVATIONS):
         assert set(table) == layouts
 
 
@@ -106,7 +106,11 @@ def test_parameters_are_split_by_name():
     mesh = tiny.make_mesh(fsdp=2, tensor=4)
     network = tiny.NETWORK
     found = mesh_lib.shardings(
-        network.abstract(), network.logical_axes(), mesh, mesh_lib.TRAIN, network.units
+        network.abstract_params(),
+        network.logical_axes(),
+        mesh,
+        mesh_lib.TRAIN,
+        network.sharding_units,
     )
     both = ("tensor", "fsdp")
     assert found["embed"].spec == P(both, None)
@@ -127,6 +131,6 @@ def test_constrain_without_a_mesh_is_nothing():
     with jax.set_mesh(mesh):
         split = jax.jit(lambda x: mesh_lib.constrain(x, "batch", "embed"))(x)
     assert split.sharding.is_equivalent_to(
-        mesh_lib.sharding_of(x.shape, ("batch", "embed"), mesh), 2
+        mesh_lib.activation_sharding(x.shape, ("batch", "embed"), mesh), 2
     )
     assert split.sharding.shard_shape(x.shape) == (1, 6)

@@ -9,7 +9,7 @@ import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import MeshConfig, RolloutConfig
-from jaxrl_llm.learner import sampler
+from jaxrl_llm.sampling import policy_sampler
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import reshard
 
@@ -46,11 +46,14 @@ def test_reshard_is_the_plain_cast(sizes, layout):
     train = [tiny.sharded(w, mesh) for w in weights]
     with jax.set_mesh(mesh):
         # From memory to memory: after the set-up nothing passes through the host.
-        empty = jax.block_until_ready(mover.empty())
+        empty = jax.block_until_ready(mover.zeros())
         with jax.transfer_guard("disallow_explicit"):
             first = mover.reshard(empty, train[0])
         assert all(a.is_deleted() for a in jax.tree.leaves(empty))
-        compilations = mover.layers["0"]._cache_size(), mover.ends._cache_size()
+        compilations = (
+            mover.layer_programs["0"]._cache_size(),
+            mover.non_layer_program._cache_size(),
+        )
         assert_is_cast(first, weights[0], "bfloat16")
         kept = jax.tree.map(lambda a: a.sharding, first)
         places = addresses(first)
@@ -60,7 +63,10 @@ def test_reshard_is_the_plain_cast(sizes, layout):
     assert addresses(second) == places
     assert_is_cast(second, weights[1], "bfloat16")
     assert jax.tree.map(lambda a: a.sharding, second) == kept
-    assert compilations == (mover.layers["0"]._cache_size(), mover.ends._cache_size())
+    assert compilations == (
+        mover.layer_programs["0"]._cache_size(),
+        mover.non_layer_program._cache_size(),
+    )
     assert compilations == (1, 1)
     # The training weights are still there.
     assert not any(a.is_deleted() for tree in train for a in jax.tree.leaves(tree))
@@ -98,7 +104,7 @@ def test_what_moves_is_what_is_missing(sizes, layout):
     # Four whole key heads: every layout can split them as it likes.
     network = tiny.with_sizes(num_kv_heads=4)
     report = tiny.resharder(mesh, network, layout=layout).report()
-    shapes = network.abstract()
+    shapes = network.abstract_params()
     weights = sum(
         np.prod(a.shape) * 4
         for a, names in zip(
@@ -127,8 +133,8 @@ def test_kernels_that_come_first_are_transposed_on_the_way(sizes, layout):
     }
     weights = tiny.sharded(tiny.params(tiny.WIDE), mesh, tiny.WIDE)
     with jax.set_mesh(mesh):
-        plain, first = (mover.reshard(mover.empty(), weights) for mover in movers.values())
-    wanted = jax.tree.map(lambda a: a.shape[1:], tiny.WIDE_FIRST.abstract()["layers"]["0"])
+        plain, first = (mover.reshard(mover.zeros(), weights) for mover in movers.values())
+    wanted = jax.tree.map(lambda a: a.shape[1:], tiny.WIDE_FIRST.abstract_params()["layers"]["0"])
     kernels = 0
     for before, after in zip(plain["layers"], first["layers"], strict=True):
         assert jax.tree.map(lambda a: a.shape, after) == wanted
@@ -252,8 +258,8 @@ def test_rounded_weights_need_half_the_memory(topology, tpu_devices):
     found = {}
     for quantization in ("none", "int8", "fp8"):
         settings = RolloutConfig(quantization=quantization)
-        rollout = sampler.rollout_network(settings, network, mesh)
-        mover = sampler.resharder(network, rollout, mesh, "tensor")
+        rollout = policy_sampler.rollout_network(settings, network, mesh)
+        mover = policy_sampler.resharder(network, rollout, mesh, "tensor")
         layer = sum(
             np.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
             for a in jax.tree.leaves(mover.abstract()["layers"][0])

@@ -16,10 +16,10 @@ import recipe_settings
 import runs
 
 from jaxrl_llm.errors import Interrupted
-from jaxrl_llm.sharding import hosts
 from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.sharding import multihost
 from jaxrl_llm.trainer import rl
-from jaxrl_llm.trainer.interruption import Interruption
+from jaxrl_llm.trainer.interruption import InterruptionHandler
 
 
 def ask(number=signal.SIGTERM):
@@ -29,8 +29,8 @@ def ask(number=signal.SIGTERM):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_while_a_step_samples_it_is_given_up(number, caplog):
     before, saved = signal.getsignal(number), []
-    with pytest.raises(Interrupted) as ended, Interruption(60.0) as interruption:
-        interruption.resume_point(6, lambda: saved.append(6))
+    with pytest.raises(Interrupted) as ended, InterruptionHandler(60.0) as interruption:
+        interruption.set_resume_point(6, lambda: saved.append(6))
         ask(number)
         raise AssertionError("not heard")
     assert saved == [6] and ended.value.exit_code == 75
@@ -40,23 +40,23 @@ def test_while_a_step_samples_it_is_given_up(number, caplog):
 
 def test_while_a_step_learns_it_is_completed_first():
     saved, reached = [], []
-    with pytest.raises(Interrupted), Interruption(60.0) as interruption:
-        interruption.resume_point(6, lambda: saved.append(6))
-        interruption.hold()
+    with pytest.raises(Interrupted), InterruptionHandler(60.0) as interruption:
+        interruption.set_resume_point(6, lambda: saved.append(6))
+        interruption.commit_step()
         ask()
         reached.append("the end of the step")
-        interruption.resume_point(7, lambda: saved.append(7))
+        interruption.set_resume_point(7, lambda: saved.append(7))
     assert (saved, reached) == ([7], ["the end of the step"])
 
 
 def test_the_state_is_saved_after_steps_that_outlast_the_grace_time():
-    with Interruption(0.05) as interruption:
+    with InterruptionHandler(0.05) as interruption:
 
         def wants_save(held_s, saving=False):
-            interruption.resume_point(1, lambda: None)
-            interruption.hold()
+            interruption.set_resume_point(1, lambda: None)
+            interruption.commit_step()
             time.sleep(held_s)
-            return interruption.outlasts_grace(saving)
+            return interruption.step_exceeds_grace(saving)
 
         assert not wants_save(0.1)  # the first compiles
         assert not wants_save(0.0)
@@ -69,32 +69,32 @@ def test_several_processes_save_in_the_same_step(monkeypatch):
     """Another process was slow, or is still writing: this one hears of it."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     others = iter([0, [True, False], [True, False], [False, False], [False, True]])
-    monkeypatch.setattr(hosts, "share", lambda mine: [mine, next(others)])
-    interruption = Interruption(60.0)
-    interruption.resume_point(1, lambda: None)
-    asked = [interruption.outlasts_grace(saving=False) for _ in range(4)]
+    monkeypatch.setattr(multihost, "allgather", lambda mine: [mine, next(others)])
+    interruption = InterruptionHandler(60.0)
+    interruption.set_resume_point(1, lambda: None)
+    asked = [interruption.step_exceeds_grace(saving=False) for _ in range(4)]
     assert asked == [False, True, True, False]  # the first compiles
 
 
 def test_before_the_first_step_there_is_nothing_to_save():
-    with pytest.raises(Interrupted), Interruption(60.0):
+    with pytest.raises(Interrupted), InterruptionHandler(60.0):
         ask()
 
 
 def test_other_ends_save_nothing():
-    with pytest.raises(ZeroDivisionError), Interruption(60.0) as interruption:
-        interruption.resume_point(6, lambda: pytest.fail("saved"))
+    with pytest.raises(ZeroDivisionError), InterruptionHandler(60.0) as interruption:
+        interruption.set_resume_point(6, lambda: pytest.fail("saved"))
         1 / 0  # noqa: B018
 
 
 def test_a_request_is_heard_between_steps_and_the_first_counts():
     saved = []
-    with pytest.raises(Interrupted) as ended, Interruption(60.0) as interruption:
-        interruption.resume_point(1, lambda: saved.append(1))
-        interruption.hold()
-        interruption.request("an alert")
+    with pytest.raises(Interrupted) as ended, InterruptionHandler(60.0) as interruption:
+        interruption.set_resume_point(1, lambda: saved.append(1))
+        interruption.commit_step()
+        interruption.request_stop("an alert")
         ask()
-        interruption.resume_point(2, lambda: saved.append(2))
+        interruption.set_resume_point(2, lambda: saved.append(2))
     assert (saved, ended.value.exit_code, str(ended.value)) == ([2], 3, "an alert")
 
 
@@ -102,20 +102,20 @@ def test_several_processes_end_at_the_same_step(monkeypatch):
     """The signal reached another process; this one hears of it between two steps."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     others = iter([0, 75])
-    monkeypatch.setattr(hosts, "share", lambda mine: [mine, next(others)])
-    with pytest.raises(Interrupted) as ended, Interruption(60.0) as interruption:
-        interruption.resume_point(1, lambda: None)
-        interruption.hold()
-        interruption.resume_point(2, lambda: None)
+    monkeypatch.setattr(multihost, "allgather", lambda mine: [mine, next(others)])
+    with pytest.raises(Interrupted) as ended, InterruptionHandler(60.0) as interruption:
+        interruption.set_resume_point(1, lambda: None)
+        interruption.commit_step()
+        interruption.set_resume_point(2, lambda: None)
     assert ended.value.exit_code == 75
 
 
 END = """
 import os, signal, sys, time
-from jaxrl_llm.trainer.interruption import Interruption
+from jaxrl_llm.trainer.interruption import InterruptionHandler
 
-with Interruption(float(sys.argv[1])) as interruption:
-    interruption.hold()
+with InterruptionHandler(float(sys.argv[1])) as interruption:
+    interruption.commit_step()
     os.kill(os.getpid(), signal.SIGINT)
     if sys.argv[2] == "twice":
         os.kill(os.getpid(), signal.SIGINT)

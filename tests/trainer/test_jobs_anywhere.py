@@ -11,7 +11,7 @@ import pytest
 import runs
 
 import jaxrl_llm
-from jaxrl_llm.data import packing
+from jaxrl_llm.packing import packed_batch
 
 STEPS = 3
 JOBS = ("sft", "dpo", "reward_model")
@@ -104,13 +104,13 @@ def assert_same(found, wanted):
 )
 def test_packing_does_not_matter(job, rank, files, on_one_device, tmp_path, monkeypatch):
     """Each sequence, or pair, alone in a row and a microbatch; and all packed into one."""
-    pack, saved = packing.pack, []
+    pack, saved = packed_batch.pack, []
 
     def alone(lengths, *limits):
         saved.append(len(lengths) - len(pack(lengths, *limits)))
         return [[i] for i in range(len(lengths))]
 
-    monkeypatch.setattr(packing, "pack", alone)
+    monkeypatch.setattr(packed_batch, "pack", alone)
     found = run(files, tmp_path / "run", jax.devices()[:1], job, rank, tokens=64)
     assert_same(found, on_one_device(job, rank))
     assert saved and min(saved) > 0

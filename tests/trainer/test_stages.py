@@ -15,21 +15,20 @@ import pytest
 import runs
 
 from jaxrl_llm.checkpoint import saver
-from jaxrl_llm.checkpoint.seal import SEAL
+from jaxrl_llm.checkpoint.seal import SEAL_FILE
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.config.learner import OptimizerConfig, StageConfig
 from jaxrl_llm.data import datasets
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.errors import ConfigError, Interrupted
-from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner import objectives, optimizer, predict, update, weights
+from jaxrl_llm.learner import job_models, objectives, optimizer, predict, update, weights
 from jaxrl_llm.learner.batches import Packer
-from jaxrl_llm.learner.objectives import Batch
+from jaxrl_llm.learner.objectives import SupervisedBatch
 from jaxrl_llm.learner.weights import Trainable
 from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.trainer import rl, supervised
-from jaxrl_llm.trainer.run import Run
+from jaxrl_llm.trainer.run import TrainingRun
 from jaxrl_llm.types import Prompt, Rollouts
 
 VALUES = {
@@ -59,16 +58,16 @@ CONFIG = from_config_dict(VALUES)
 @pytest.fixture(scope="module")
 def models():
     """On one device: eight on two cores would wait for each other."""
-    return models_lib.of_job(CONFIG, models_lib.one_mesh(CONFIG, jax.devices()[:1]))
+    return job_models.make_models(CONFIG, job_models.shared_mesh(CONFIG, jax.devices()[:1]))
 
 
 def warm_start(models, workdir, config=CONFIG):
-    with Run(config, workdir) as run:
+    with TrainingRun(config, workdir) as run:
         return supervised.warm_start(config, models, run)
 
 
 def reward_models(models, policy, workdir, config=CONFIG):
-    with Run(config, workdir) as run:
+    with TrainingRun(config, workdir) as run:
         return supervised.reward_models(config, models, policy, run)
 
 
@@ -155,20 +154,20 @@ GRADIENT = optax.GradientTransformation(
 @pytest.mark.parametrize("learns", [pytest.param("sft", marks=pytest.mark.slow), "reward_model"])
 def test_the_cut_into_microbatches_does_not_matter(learns, models, monkeypatch):
     """Pairs meet in one microbatch, however small it is."""
-    monkeypatch.setattr(optimizer, "make", lambda *settings: GRADIENT)
+    monkeypatch.setattr(optimizer, "make_optimizer", lambda *settings: GRADIENT)
     no_matter = OptimizerConfig(), 1
     policy = weights.initial_policy(CONFIG, models)
     if learns == "sft":
         task, params = objectives.sft(CONFIG, models), policy
     else:
         task = objectives.reward_model(CONFIG, models, "judge")
-        params = weights.scalar_from_policy(models, policy, "reward")
+        params = weights.scalar_head_from_policy(models, policy, "reward")
         score = np.random.default_rng(0).standard_normal(params["score"].shape, np.float32)
         params = params | {"score": jnp.asarray(score)}
     found = []
     given = task.rows("train")
-    for budget in (objectives.longest(given) // 32 * 32 + 32, 4096):
-        batch = Batch.of(given[:12], Packer(budget, 1))
+    for budget in (objectives.longest_row(given) // 32 * 32 + 32, 4096):
+        batch = SupervisedBatch.from_rows(given[:12], Packer(budget, 1))
         role = Trainable(params, GRADIENT.init(params), jnp.int32(0))
 
         @jax.jit
@@ -176,8 +175,8 @@ def test_the_cut_into_microbatches_does_not_matter(learns, models, monkeypatch):
             def loss(params, microbatch):
                 return task.loss(params, microbatch, batch)
 
-            read = batch.packed, task.reader(batch), loss
-            return update.take_update(role, *no_matter, *read, "float32", learns)
+            read = batch.packed, task.forward_spec(batch), loss
+            return update.optimizer_step(role, *no_matter, *read, "float32", learns)
 
         with jax.set_mesh(task.mesh):
             after, metrics = step(role, batch)
@@ -241,7 +240,7 @@ def test_files_of_pairs_are_each_models_own(models, tmp_path):
         from_config_dict({**values, "preference": {"num_steps": 1}}),
         preference=StageConfig(num_steps=2, batch_size=1),
     )
-    supervised.check_pairs(config)
+    supervised.check_preference_pairs(config)
     policy = weights.initial_policy(config, models)
     trained = reward_models(models, policy, tmp_path, config)
     # Pairs of reward and cost are opposite, and the chosen answer of a cost is to cost less.
@@ -249,7 +248,7 @@ def test_files_of_pairs_are_each_models_own(models, tmp_path):
     assert not same_bits(trained["judge"]["score"], trained["sums"]["score"])
     pathlib.Path(safe).write_text('{"prompt": "1+1="}\n')
     with pytest.raises(DataError, match=r"safe\.jsonl, row 1: .* needs the columns chosen and rej"):
-        supervised.check_pairs(config)
+        supervised.check_preference_pairs(config)
     for changes, field, message in (
         ({"data": {**VALUES["data"], "task": "stories"}}, "sums.pairs", "data.task='stories' has"),
         (
@@ -263,7 +262,7 @@ def test_files_of_pairs_are_each_models_own(models, tmp_path):
 
 
 def as_rollouts(sequences) -> Rollouts:
-    batch = Batch.of([[sequence] for sequence in sequences], Packer(4096, 1))
+    batch = SupervisedBatch.from_rows([[sequence] for sequence in sequences], Packer(4096, 1))
     count = len(batch.lengths)
     return Rollouts(
         tokens=batch.tokens,
@@ -283,10 +282,10 @@ def test_a_reward_model_tells_right_from_wrong(models, tmp_path):
     """On its own pairs nearly always; it scores as the scorer of RL does."""
     policy = weights.initial_policy(CONFIG, models)
     trained = reward_models(models, policy, tmp_path)
-    frozen = weights.frozen(CONFIG, models, policy, trained)
+    frozen = weights.load_frozen(CONFIG, models, policy, trained)
     pairs = datasets.preference_pairs(CONFIG.data, models.tokenizer, "train", CONFIG.seed, "judge")
     sequences = [example for pair in pairs for example in pair]
-    with rewards_lib.Scorer(CONFIG.rewards, predict.model_scorers(models, frozen)) as scorer:
+    with rewards_lib.RolloutScorer(CONFIG.rewards, predict.model_scorers(models, frozen)) as scorer:
         scores = scorer.score(as_rollouts(sequences)).scores.reshape(-1, 2)
     assert (scores[:, 0] > scores[:, 1]).mean() > 0.9
 
@@ -294,7 +293,7 @@ def test_a_reward_model_tells_right_from_wrong(models, tmp_path):
 def test_a_damaged_product_is_refused(models, tmp_path):
     product = tmp_path / "warm_start" / "product"
     saver.save_tree(product, weights.initial_policy(CONFIG, models), {})
-    seal = product / SEAL
+    seal = product / SEAL_FILE
     seal.write_text(seal.read_text()[:-1])
     with pytest.raises(saver.CheckpointError, match="remove it and run the stage again"):
         warm_start(models, tmp_path)

@@ -18,10 +18,10 @@ from transformers import AutoTokenizer
 
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import weights as weights_lib
-from jaxrl_llm.models.tensor_names import tensor_names
+from jaxrl_llm.models.hf.tensor_names import tensor_names
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer import supervised
-from jaxrl_llm.types import Example, Pair
+from jaxrl_llm.types import Example, PreferencePair
 
 KEPT = pathlib.Path(__file__).parents[1] / "goldens" / "trl_seed0"
 FOLDER = pathlib.Path(os.environ.get("TRL_GOLDENS", KEPT))
@@ -69,7 +69,7 @@ def rows(kind, tokenizer):
     if kind == "sft":
         return [[example(row["prompt"], row["completion"])] for row in found]
     return [
-        Pair(*(example(row["prompt"], row[side]) for side in ("chosen", "rejected")))
+        PreferencePair(*(example(row["prompt"], row[side]) for side in ("chosen", "rejected")))
         for row in found
     ]
 
@@ -108,7 +108,9 @@ def change_norms(network, before, after):
     found = {}
     for name in tensor_names(network.shape, network.head):
         change = new[name.path] - old[name.path]
-        for file, each in zip(name.file_names, change if name.stacked else [change], strict=True):
+        for file, each in zip(
+            name.file_names, change if name.is_stacked else [change], strict=True
+        ):
             found[file] = np.linalg.norm(each)
     return found
 
@@ -122,7 +124,7 @@ def test_ten_steps_are_those_of_trl(name, tmp_path, monkeypatch):
     given = rows(kind, AutoTokenizer.from_pretrained(FOLDER / "policy"))
     job = config(kind, RUNS[name], theirs)
     seen = {}
-    make, initial = supervised._OBJECTIVES[job.job], weights_lib.initial
+    make, initial = supervised._OBJECTIVES[job.job], weights_lib.initial_params
 
     def objective(config, models):
         seen["objective"] = make(config, models)
@@ -134,7 +136,7 @@ def test_ten_steps_are_those_of_trl(name, tmp_path, monkeypatch):
         return params
 
     monkeypatch.setitem(supervised._OBJECTIVES, job.job, objective)
-    monkeypatch.setattr(weights_lib, "initial", begin)
+    monkeypatch.setattr(weights_lib, "initial_params", begin)
     one = mesh_lib.make_mesh
     monkeypatch.setattr(mesh_lib, "make_mesh", lambda mesh: one(mesh, jax.devices()[:1]))
     state = supervised.train(job, tmp_path / "run")

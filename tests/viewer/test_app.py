@@ -5,13 +5,15 @@ import pytest
 from starlette.testclient import TestClient
 
 from jaxrl_llm.viewer.app import make_app
-from jaxrl_llm.viewer.runs import Run
+from jaxrl_llm.viewer.runs import RecordedRun
 
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    runs = [Run(made_runs.make(folder / name, 20, 3, seed=i)) for i, name in enumerate("ab")]
+    runs = [
+        RecordedRun(made_runs.make(folder / name, 20, 3, seed=i)) for i, name in enumerate("ab")
+    ]
     return TestClient(make_app(runs, ["localhost"]), base_url="http://localhost")
 
 

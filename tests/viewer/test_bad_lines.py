@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 from starlette.testclient import TestClient
 
-from jaxrl_llm.viewer import picture, terminal
+from jaxrl_llm.viewer import curve_plot, terminal
 from jaxrl_llm.viewer.app import make_app
-from jaxrl_llm.viewer.runs import NotARun, Run
+from jaxrl_llm.viewer.runs import NotARunError, RecordedRun
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 BAD_RECORDS = {
@@ -60,7 +60,7 @@ def folder(tmp_path):
 
 
 def client_of(*folders):
-    return TestClient(make_app([Run(each) for each in folders], ["t"]), base_url="http://t")
+    return TestClient(make_app([RecordedRun(each) for each in folders], ["t"]), base_url="http://t")
 
 
 def curves(run):
@@ -74,9 +74,9 @@ def with_line(path, line, at=3):
 
 @pytest.mark.parametrize("kind", BAD_RECORDS)
 def test_a_bad_record_is_left_out_and_counted(folder, kind):
-    whole = Run(folder)
+    whole = RecordedRun(folder)
     with_line(folder / "metrics.jsonl", BAD_RECORDS[kind])
-    run = Run(folder)
+    run = RecordedRun(folder)
     assert (run.bad_lines, run.last_step) == (1, 40) and curves(run) == curves(whole)
     about = client_of(folder).get("/api/runs").json()
     assert about["runs"][0]["bad_lines"] == 1 and about["runs"][0]["last_step"] == 40
@@ -95,9 +95,9 @@ def test_all_bad_records_together_end_nothing(folder, tmp_path):
     assert {"a", "b\N{REPLACEMENT CHARACTER}"} <= set(about["metrics"])
     assert client.get("/api/curves", params={"name": "a"}).json() == {"a": [[[41], [None]]]}
     console = Console(record=True, width=110, file=open("/dev/null", "w"))  # noqa: SIM115
-    terminal.show([Run(folder)], console)
+    terminal.print_runs([RecordedRun(folder)], console)
     assert f"run: {len(BAD_RECORDS)} lines of metrics.jsonl are no records" in console.export_text()
-    picture.save([Run(folder)], str(tmp_path / "curves.png"))
+    curve_plot.save_curves([RecordedRun(folder)], str(tmp_path / "curves.png"))
 
 
 @pytest.mark.parametrize("kind", BAD_SAMPLES)
@@ -112,7 +112,7 @@ def test_a_bad_sample_is_left_out_and_counted(folder, kind):
     assert client.get("/api/runs/0/samples/20/3").status_code == 404
     assert client.get("/api/runs/0/samples/20/4").json()["output"]
     console = Console(record=True, width=110, file=open("/dev/null", "w"))  # noqa: SIM115
-    terminal.show([Run(folder)], console)
+    terminal.print_runs([RecordedRun(folder)], console)
     assert "score 1.0" in console.export_text()
 
 
@@ -156,9 +156,9 @@ def test_folders_in_the_place_of_files(folder, tmp_path):
     (folder / "metrics.jsonl").unlink()
     (folder / "metrics.jsonl").mkdir()
     assert client.get("/api/runs").json()["runs"][0]["last_step"] == 40
-    with pytest.raises(NotARun, match=r"metrics\.jsonl: Is a directory"):
-        Run(folder)
+    with pytest.raises(NotARunError, match=r"metrics\.jsonl: Is a directory"):
+        RecordedRun(folder)
 
 
 def test_a_curve_of_the_largest_numbers_is_drawn():
-    assert terminal.line([-1.7e308, 0.0, 1.7e308, 1.7e308], width=2) == "▁█"
+    assert terminal.sparkline([-1.7e308, 0.0, 1.7e308, 1.7e308], width=2) == "▁█"

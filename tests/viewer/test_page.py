@@ -28,7 +28,7 @@ BROWSER = next(filter(None, map(shutil.which, NAMES)), "")
 @contextlib.contextmanager
 def served(*folders):
     """Serves runs as a user does; yields address and process."""
-    program = "from jaxrl_llm.commands import line; line.run('view')"
+    program = "from jaxrl_llm.commands import command_line; command_line.run('view')"
     command = [sys.executable, "-c", program, *map(str, folders), "--port=0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

@@ -6,9 +6,9 @@ import pytest
 from jax import profiler
 
 from jaxrl_llm.commands import view
-from jaxrl_llm.commands.options import View
+from jaxrl_llm.commands.options import ViewOptions
 from jaxrl_llm.viewer import timeline
-from jaxrl_llm.viewer.timeline import Busy, NoTraceError
+from jaxrl_llm.viewer.timeline import NoTraceError, ProgramRun
 
 
 def event(name, begin, end, **stats):
@@ -66,19 +66,19 @@ def workdir(tmp_path, monkeypatch):
 
 
 def test_a_trace_is_read(workdir):
-    first, second = timeline.read(workdir)
-    assert list(first.busy) == [
-        Busy("jit_generate", 1, 1.0, 3.0),
-        Busy("jit_generate", 1, 3.0, 5.0),
-        Busy("jit_update", 0, 3.0, 4.0),
+    first, second = timeline.read_traces(workdir)
+    assert list(first.program_runs) == [
+        ProgramRun("jit_generate", 1, 1.0, 3.0),
+        ProgramRun("jit_generate", 1, 3.0, 5.0),
+        ProgramRun("jit_update", 0, 3.0, 4.0),
     ]
-    assert list(second.busy) == [Busy("jit_update", 3, 2.0, 3.0)]
-    assert (first.handed_over_s, second.handed_over_s) == ([4.5], [3.5])
+    assert list(second.program_runs) == [ProgramRun("jit_update", 3, 2.0, 3.0)]
+    assert (first.reshard_times_s, second.reshard_times_s) == ([4.5], [3.5])
 
 
 def test_the_picture_says_who_was_at_work_and_how_long(workdir):
     path = workdir / "time.svg"
-    view.main(View(workdir=(str(workdir),), timeline=str(path)))
+    view.main(ViewOptions(workdir=(str(workdir),), timeline=str(path)))
     text = path.read_text()
     # Matplotlib writes each text of a picture as a comment beside its shapes.
     for said in (
@@ -96,8 +96,10 @@ def test_the_picture_says_who_was_at_work_and_how_long(workdir):
 def test_what_cannot_be_drawn_is_refused(tmp_path, workdir):
     (tmp_path / "other").mkdir()
     with pytest.raises(NoTraceError, match=r"no trace of this run; record one with --config\.prof"):
-        timeline.save(tmp_path / "other", "x.png")
-    said = [text for _, text in View(workdir=("a", "b"), timeline="x.gif", text=True).rules()]
+        timeline.save_timeline(tmp_path / "other", "x.png")
+    said = [
+        text for _, text in ViewOptions(workdir=("a", "b"), timeline="x.gif", text=True).rules()
+    ]
     assert said[0] == "'x.gif' must end in .png or .svg"
     assert said[1] == "is of one run, got 2 folders; give one"
     assert said[2] == "give it or --text, not both"

@@ -11,53 +11,53 @@ import numpy as np
 from jaxrl_llm.agents.environments import Step
 
 
-class Game:
+class GymEnv:
     """A Gymnasium environment; a turn of the policy is one action.
 
-    An action is the turn's text where the action space is `Text`; of `Discrete` it is the last
-    integer in the text. What is no action is answered with the rule, and the game goes on. The
-    seed follows from the row.
+    The action is the text of the turn for a `TextField` action space, and the last integer in it
+    for `Discrete`. Any other text is answered with the rule, and the episode goes on. The seed
+    follows from the row.
     """
 
     def __init__(self, address: str):
-        self._game = gymnasium.make(address)
+        self._env = gymnasium.make(address)
 
     def start(self, row: Mapping[str, Any]) -> str:
-        observation, _ = self._game.reset(seed=random.getrandbits(31))
+        observation, _ = self._env.reset(seed=random.getrandbits(31))
         return _text(observation)
 
     def step(self, message: Mapping[str, Any]) -> Step:
-        space, said = self._game.action_space, message["content"]
-        action: Any = said
+        space, text = self._env.action_space, message["content"]
+        action: Any = text
         if isinstance(space, gymnasium.spaces.Discrete):
             first, last = int(space.start), int(space.start + space.n - 1)
-            numbers = re.findall(r"-?\d+", said)
-            if not numbers or not first <= int(numbers[-1]) <= last:
+            integers = re.findall(r"-?\d+", text)
+            if not integers or not first <= int(integers[-1]) <= last:
                 return Step(f"Answer with an integer from {first} to {last}.")
-            action = int(numbers[-1])
-        observation, reward, terminated, truncated, _ = self._game.step(action)
+            action = int(integers[-1])
+        observation, reward, terminated, truncated, _ = self._env.step(action)
         return Step(_text(observation), bool(terminated or truncated), float(reward))
 
     def close(self) -> None:
-        self._game.close()
+        self._env.close()
 
 
 def _text(observation: Any) -> str:
     if isinstance(observation, Mapping):
-        return "\n".join(f"{name}: {_text(each)}" for name, each in observation.items())
+        return "\n".join(f"{name}: {_text(value)}" for name, value in observation.items())
     if isinstance(observation, np.ndarray):
         return np.array2string(observation, separator=", ", threshold=4096)
     return str(observation)
 
 
-def make(address: str) -> Game:
-    """Returns the environment of an id such as `FrozenLake-v1`; actions are texts or integers.
+def make(address: str) -> GymEnv:
+    """Creates the environment of an id such as `FrozenLake-v1`.
 
-    ValueError for an environment with another space of actions.
+    ValueError if its action space is neither Discrete nor Text.
     """
-    game = Game(address)
-    space = game._game.action_space
+    env = GymEnv(address)
+    space = env._env.action_space
     if not isinstance(space, gymnasium.spaces.Discrete | gymnasium.spaces.Text):
-        game.close()
+        env.close()
         raise ValueError(f"{address}: its actions are {space}; only Discrete and Text can be said")
-    return game
+    return env

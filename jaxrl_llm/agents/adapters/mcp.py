@@ -1,4 +1,4 @@
-"""Tools of a server that speaks the Model Context Protocol (package `mcp`)."""
+"""Tools of a Model Context Protocol (MCP) server (package `mcp`)."""
 
 import asyncio
 import contextlib
@@ -10,18 +10,18 @@ from typing import Any
 import mcp
 from mcp.client.stdio import StdioServerParameters
 
-from jaxrl_llm.agents import contents
+from jaxrl_llm.agents import message_content
 from jaxrl_llm.text import json_value
 
 _TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 90.0  # the pool waits 120 s for all tools to be described
 
 
-class Server:
-    """The tools of one server; it is connected to anew for each episode."""
+class MCPTools:
+    """The tools of one MCP server, with a new connection for each episode."""
 
     def __init__(self, address: str):
-        """`address` is that of a server (http://...), or the command that starts one.
+        """`address` is the URL of a server (http://...), or the command that starts one.
 
         ValueError if it is neither.
         """
@@ -42,7 +42,7 @@ class Server:
         self.tools: dict[str, Callable[..., Any]] = {}
 
     async def connect(self) -> None:
-        """Connects and asks for the server's tools.
+        """Connects and lists the server's tools.
 
         Raises:
           ConnectionError: Names the server and the cause.
@@ -50,7 +50,7 @@ class Server:
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await self._stack.enter_async_context(self._client)
-                self.tools = await tools_of(self._client)
+                self.tools = await list_tools(self._client)
         except Exception as error:
             cause = _cause(error)
             is_timeout = isinstance(cause, TimeoutError) and not str(cause)
@@ -64,62 +64,64 @@ class Server:
         await self._stack.aclose()
 
 
-async def tools_of(client: mcp.Client, prefix: str = "") -> dict[str, Callable[..., Any]]:
-    """Returns the tools of a server by their names, which begin with `prefix` in the end."""
-    found: dict[str, Callable[..., Any]] = {}
+async def list_tools(client: mcp.Client, prefix: str = "") -> dict[str, Callable[..., Any]]:
+    """The tools of a server by name, each name with `prefix` before it."""
+    tools: dict[str, Callable[..., Any]] = {}
     cursor: str | None = None
     while True:
         page = await client.list_tools(cursor=cursor)
-        found |= {prefix + tool.name: _tool(client, tool, prefix) for tool in page.tools}
+        tools |= {prefix + tool.name: _tool(client, tool, prefix) for tool in page.tools}
         cursor = page.next_cursor
         if not cursor:
-            return found
+            return tools
 
 
 def result_value(result: Any) -> str | list[dict[str, Any]]:
     """A tool's result (`CallToolResult`) as a text, or as parts if it has images.
 
-    Texts and texts of embedded resources are whole. Links and files that are no texts are named
-    with their address, type and size, and so are images where the model reads text alone.
-    Structured content follows as JSON unless the texts hold it already.
+    Texts and texts of embedded resources are kept whole. Links and binary files are described by
+    address, type and size, and so are images for text-only models. Structured content follows as
+    JSON unless the texts contain it already.
     """
     parts = [_part(block) for block in result.content]
     structured = result.structured_content
-    if structured is not None and not _is_told(structured, result.content):
+    if structured is not None and not _is_in_blocks(structured, result.content):
         parts.append(_text_part(json.dumps(structured, ensure_ascii=False)))
     if any(part["type"] == "image" for part in parts):
         return parts
-    return contents.without_images(parts) or ""
+    return message_content.without_images(parts) or ""
 
 
-def _is_told(structured: dict[str, Any], blocks: list[Any]) -> bool:
-    """Whether the blocks hold structured content, which servers give once more as text.
+def _is_in_blocks(structured: dict[str, Any], blocks: list[Any]) -> bool:
+    """Whether the blocks repeat the structured content as text, as servers do.
 
-    What is no object stands under the key `result`, and a list may have one block per item.
+    Values other than objects stand under the key `result`; a list may have one block per item.
     """
     values = [structured]
     if structured.keys() == {"result"}:
         values.append(structured["result"])
-    readings = [_readings(block) for block in blocks]
-    if any(value in reading for value in values for reading in readings):
+    values_by_block = [_block_values(block) for block in blocks]
+    if any(value in block_values for value in values for block_values in values_by_block):
         return True
     items = values[-1]
     return (
         isinstance(items, list)
         and bool(items)
-        and len(items) == len(readings)
-        and all(item in reading for item, reading in zip(items, readings, strict=True))
+        and len(items) == len(values_by_block)
+        and all(
+            item in block_values for item, block_values in zip(items, values_by_block, strict=True)
+        )
     )
 
 
-def _readings(block: Any) -> list[Any]:
-    """What a block of a result may stand for: itself, its text, or the value of its JSON."""
-    readings = [block.model_dump(mode="json", by_alias=True, exclude_none=True)]
+def _block_values(block: Any) -> list[Any]:
+    """The possible values of a block: the block itself, its text, or the value of its JSON."""
+    values = [block.model_dump(mode="json", by_alias=True, exclude_none=True)]
     if block.type == "text":
-        readings.append(block.text)
+        values.append(block.text)
         with contextlib.suppress(ValueError):
-            readings.append(json_value(block.text))
-    return readings
+            values.append(json_value(block.text))
+    return values
 
 
 def _part(block: Any) -> dict[str, Any]:
@@ -139,18 +141,18 @@ def _part(block: Any) -> dict[str, Any]:
             resource = block.resource
             if (text := getattr(resource, "text", None)) is not None:
                 return _text_part(text)
-            kind = resource.mime_type or "of unknown type"
-            if kind.startswith("image/"):
-                return _image_part(resource.blob, kind)
-            return _text_part(f"(file {resource.uri}, {_file_size(resource.blob, kind)})")
+            mime_type = resource.mime_type or "of unknown type"
+            if mime_type.startswith("image/"):
+                return _image_part(resource.blob, mime_type)
+            return _text_part(f"(file {resource.uri}, {_file_size(resource.blob, mime_type)})")
     return _text_part(f"(content of type {block.type!r}, which cannot be read)")
 
 
-def _image_part(base64_text: str, kind: str) -> dict[str, Any]:
+def _image_part(base64_text: str, mime_type: str) -> dict[str, Any]:
     return {
         "type": "image",
-        "image": f"data:{kind};base64,{base64_text}",
-        "alt": f"(image, {_file_size(base64_text, kind)})",
+        "image": f"data:{mime_type};base64,{base64_text}",
+        "alt": f"(image, {_file_size(base64_text, mime_type)})",
     }
 
 
@@ -158,41 +160,41 @@ def _text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _file_size(base64_text: str, kind: str) -> str:
+def _file_size(base64_text: str, mime_type: str) -> str:
     num_bytes = len(base64_text) * 3 // 4 - base64_text[-2:].count("=")
-    return f"{kind}, {num_bytes} bytes"
+    return f"{mime_type}, {num_bytes} bytes"
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The first error inside groups, which tasks that ran together raise."""
+    """The first error inside exception groups, which concurrent tasks raise."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-def _tool(client: mcp.Client, described: Any, prefix: str) -> Callable[..., Any]:
+def _tool(client: mcp.Client, description: Any, prefix: str) -> Callable[..., Any]:
     async def call(**arguments: Any) -> Any:
         try:
-            result = await client.call_tool(described.name, arguments)
+            result = await client.call_tool(description.name, arguments)
         except mcp.MCPError as error:  # the connection is closed, or the server refuses
             raise RuntimeError(f"the tool's MCP server: {error}") from error
         value = result_value(result)
         if result.is_error:
-            text = contents.without_images(value)
+            text = message_content.without_images(value)
             raise RuntimeError(text or "the tool failed, and its server does not say why")
         return value
 
     call.json_schema = {  # type: ignore[attr-defined]
         "type": "function",
         "function": {
-            "name": prefix + described.name,
-            "description": described.description or "",
-            "parameters": described.input_schema,
+            "name": prefix + description.name,
+            "description": description.description or "",
+            "parameters": description.input_schema,
         },
     }
     return call
 
 
-def make(address: str) -> Server:
-    """Returns the tools of a server; nothing is connected yet."""
-    return Server(address)
+def make(address: str) -> MCPTools:
+    """Creates the tools of a server; `connect` opens the connection."""
+    return MCPTools(address)

@@ -1,7 +1,7 @@
-"""Tasks of verifiers, from version 0.4 on (package `verifiers`): prompts, tools and rewards.
+"""Tasks of the package `verifiers`, version 0.4 or later: prompts, tools and rewards.
 
-The policy takes the place of the harness. `python -m jaxrl_llm.agents.adapters.verifiers TASKSET`
-prints the rows of a run. Tasks that need a container are refused.
+The policy replaces the harness. `python -m jaxrl_llm.agents.adapters.verifiers TASKSET`
+prints the rows of a run. Tasks that need a container are rejected.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from verifiers.v1.state import state_cls
 from verifiers.v1.trace import AgentInfo, TraceTask
 from verifiers.v1.utils.loaders import taskset_config_type
 
-from jaxrl_llm.agents.adapters.mcp import tools_of
+from jaxrl_llm.agents.adapters.mcp import list_tools
 
 
-class Played:
+class VerifiersEnv:
     """One task of a taskset, played by the policy."""
 
     def __init__(self, address: str):
@@ -35,39 +35,44 @@ class Played:
         self._servers: list[vf.Toolset] = []
 
     async def connect(self) -> None:
-        """Makes the tools; each task has the same ones."""
-        own = type(self._taskset).toolsets(self._taskset.config)
-        of_task = self._taskset.task_type()
-        self._servers = [*own, *of_task.toolsets(self._taskset.config.task)]
+        """Creates the tools, which are the same for all tasks."""
+        toolsets = type(self._taskset).toolsets(self._taskset.config)
+        task_type = self._taskset.task_type()
+        self._servers = [*toolsets, *task_type.toolsets(self._taskset.config.task)]
         for server in self._servers:
             await server.setup()
-            served = MCPServer(server.server_name or type(server).__name__)
-            server.register(served)
-            client = await self._stack.enter_async_context(mcp.Client(served))
+            mcp_server = MCPServer(server.server_name or type(server).__name__)
+            server.register(mcp_server)
+            client = await self._stack.enter_async_context(mcp.Client(mcp_server))
             prefix = f"{server.server_name}_" if server.server_name else ""
-            self.tools |= await tools_of(client, prefix)
+            self.tools |= await list_tools(client, prefix)
 
     async def start(self, row: Mapping[str, Any]) -> None:
-        """Prepares the task of a row by its number `idx`; its prompt stands in the row."""
+        """Sets up the task number `idx` of a row; the row holds its prompt."""
         self._task = next(iter(self._taskset.include(idx=[f"{row['idx']}:{row['idx'] + 1}"])))
         if self._task.NEEDS_CONTAINER or self._task.data.image:
             raise ValueError(f"task {row['idx']} needs a container")
         task = self._task
-        of_trace = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        trace_task = TraceTask(
+            type=type(task).__name__, data=task.data, key=task.key, hash=task.hash
+        )
         agent = AgentInfo(config=vf.AgentConfig())
-        self._trace = vf.Trace(task=of_trace, state=state_cls(type(task))(), agent=agent)
+        self._trace = vf.Trace(task=trace_task, state=state_cls(type(task))(), agent=agent)
         self._runtime = make_runtime(SubprocessConfig(), name=self._trace.id)
         await self._runtime.start()
         self._stack.push_async_callback(self._runtime.stop)
         await task.setup(self._trace, self._runtime)
         for server in self._servers:
-            # In place of the address of a server of states: this process has it.
-            server._pull_state = functools.partial(_settled, self._trace.state)
+            # Instead of asking a state server by address: the state is in this process.
+            server._pull_state = functools.partial(_state, self._trace.state)
             await server.setup_task(task.data)
 
     async def reward(self, messages: Sequence[Mapping[str, Any]]) -> float:
-        """Returns the sum of the task's weighted rewards for the dialogue after the prompt."""
-        nodes = [*((m, False) for m in _prompt(self._task.data)), *map(_node, messages)]
+        """The sum of the task's weighted rewards for the dialogue after the prompt."""
+        nodes = [
+            *((m, False) for m in _prompt_messages(self._task.data)),
+            *map(_verifiers_message, messages),
+        ]
         self._trace.nodes = [
             MessageNode(message=message, sampled=sampled, parent=i - 1 if i else None)
             for i, (message, sampled) in enumerate(nodes)
@@ -80,18 +85,18 @@ class Played:
         await self._stack.aclose()
 
 
-async def _settled(state: vf.State) -> vf.State:
+async def _state(state: vf.State) -> vf.State:
     return state
 
 
-def _node(message: Mapping[str, Any]) -> tuple[Any, bool]:
-    """Returns a message of the dialogue as verifiers has it, and whether the policy said it."""
+def _verifiers_message(message: Mapping[str, Any]) -> tuple[Any, bool]:
+    """A message in verifiers' format, and whether the policy sampled it."""
     role, content = message["role"], message["content"]
     if role == "user":
         return vf.UserMessage(content=content), False
     if role == "tool":
-        given = {"name": message["name"], "tool_call_id": message["tool_call_id"]}
-        return vf.ToolMessage(content=content, **given), False
+        name, call = message["name"], message["tool_call_id"]
+        return vf.ToolMessage(content=content, name=name, tool_call_id=call), False
     calls = [
         vf.ToolCall(
             id=call["id"],
@@ -103,29 +108,29 @@ def _node(message: Mapping[str, Any]) -> tuple[Any, bool]:
     return vf.AssistantMessage(content=content, tool_calls=calls or None), True
 
 
-def _prompt(data: vf.TaskData) -> list[Any]:
+def _prompt_messages(data: vf.TaskData) -> list[Any]:
     prompt = data.prompt or []
-    said = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt)
-    return [vf.SystemMessage(content=data.system_prompt)] * bool(data.system_prompt) + said
+    messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt)
+    return [vf.SystemMessage(content=data.system_prompt)] * bool(data.system_prompt) + messages
 
 
 @functools.cache
 def _taskset(address: str) -> vf.Taskset:
     name, _, settings = address.partition(" ")
-    given = json.loads(settings) if settings else {}
-    config = taskset_config_type(name).model_validate({**given, "id": name})
+    overrides = json.loads(settings) if settings else {}
+    config = taskset_config_type(name).model_validate({**overrides, "id": name})
     return vf.load_taskset(config)
 
 
-def make(address: str) -> Played:
-    """Returns a task of a taskset, not yet chosen; raises what verifiers does for an unknown id."""
-    return Played(address)
+def make(address: str) -> VerifiersEnv:
+    """Creates the environment of a taskset; `start` selects the task. Unknown ids raise."""
+    return VerifiersEnv(address)
 
 
-def rows(address: str, name: str) -> Iterator[dict[str, Any]]:
+def taskset_rows(address: str, name: str) -> Iterator[dict[str, Any]]:
     """Yields the rows of all tasks of a taskset, for the environment `name` of the config."""
     for task in _taskset(address):
-        prompt = [message.model_dump(exclude_none=True) for message in _prompt(task.data)]
+        prompt = [message.model_dump(exclude_none=True) for message in _prompt_messages(task.data)]
         yield {
             "data_source": address.partition(" ")[0],
             "prompt": prompt,
@@ -136,5 +141,5 @@ def rows(address: str, name: str) -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":  # TASKSET [ENVIRONMENT [MOST]]
     taskset, environment, most = [*sys.argv[1:], *("", "verifiers", "1000000")[len(sys.argv[1:]) :]]
-    for row in itertools.islice(rows(taskset, environment), int(most)):
+    for row in itertools.islice(taskset_rows(taskset, environment), int(most)):
         print(json.dumps(row))

@@ -1,0 +1,158 @@
+"""The models and passes that a run needs for its algorithm, and the check of user functions.
+
+Functions declare their inputs by parameter name. These names decide which models a run has,
+whether each prompt gets a greedy sample, and whether the policy computes log-probs before the
+update.
+"""
+
+import dataclasses
+import functools
+import os
+import traceback
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.advantages import ESTIMATORS, estimate
+from jaxrl_llm.algorithms.aggregation import minibatch_denominators
+from jaxrl_llm.algorithms.lookup import FunctionError, parameters_of, resolve
+from jaxrl_llm.algorithms.losses import policy_objective
+from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
+from jaxrl_llm.algorithms.selection import SELECTIONS
+from jaxrl_llm.config import AlgorithmConfig, ConfigError, RLConfig
+from jaxrl_llm.config.algorithm import is_import_path
+from jaxrl_llm.types import Minibatch
+
+# Outputs of the policy's forward pass over the step before the update.
+_POLICY_OUTPUTS = frozenset({"old_log_probs", "sum_squared_probs", "entropies"})
+
+_ROWS, _WIDTH, _TERMS = 4, 3, 2  # the shapes of a trace
+_PER_TOKEN = ("rewards", "values", "old_log_probs", "sum_squared_probs", "correction_weights")
+# Inputs that the learner offers to an estimator, by name.
+_STEP = {
+    **{name: jax.ShapeDtypeStruct((_ROWS, _WIDTH), jnp.float32) for name in _PER_TOKEN},
+    "response_mask": jax.ShapeDtypeStruct((_ROWS, _WIDTH), bool),
+    "group_ids": jax.ShapeDtypeStruct((_ROWS,), jnp.int32),
+    "baselines": jax.ShapeDtypeStruct((_ROWS,), jnp.float32),
+    "term_rewards": jax.ShapeDtypeStruct((_TERMS, _ROWS), jnp.float32),
+    "term_weights": jax.ShapeDtypeStruct((_TERMS, _ROWS), jnp.float32),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Requirements:
+    """Models and passes of a run that a function of its algorithm requires."""
+
+    critic: bool
+    cost_critic: bool
+    reference: bool
+    greedy_baseline: bool  # a greedy sample of each prompt; its score is the others' baseline
+    old_log_probs: bool  # computed before the update, even if a step is one update
+
+    @property
+    def num_critics(self) -> int:
+        return self.critic + self.cost_critic
+
+
+@functools.lru_cache(maxsize=64)
+def requirements(config: AlgorithmConfig) -> Requirements:
+    """Derives the requirements of the configured functions. Raises as `lookup.resolve` does.
+
+    >>> needs = requirements(AlgorithmConfig(advantage="gae", kl_in="loss"))
+    >>> needs.critic, needs.reference, needs.greedy_baseline, needs.old_log_probs
+    (True, True, False, False)
+    >>> requirements(AlgorithmConfig(advantage="remax")).greedy_baseline
+    True
+    """
+    advantage = parameters_of(resolve(config.advantage, ESTIMATORS, "advantage estimator"))
+    loss = parameters_of(resolve(config.policy_loss, POLICY_LOSSES, "policy loss"))
+    inputs = set(advantage.names)
+    if advantage.takes_rest:
+        # **rest receives everything available: the policy's pass, but no further model.
+        inputs |= _POLICY_OUTPUTS
+    if config.kl_in == "reward":
+        inputs |= {"old_log_probs", "ref_log_probs"}
+    if config.correction != "none" or config.rejections or config.policy_loss in SELECTIONS:
+        inputs.add("old_log_probs")
+    if config.safe:
+        inputs |= {"values", "cost_values", "old_log_probs"}
+    all_inputs = inputs | loss.names
+    return Requirements(
+        critic="values" in all_inputs,
+        cost_critic="cost_values" in all_inputs,
+        reference="ref_log_probs" in all_inputs or config.kl_in == "loss",
+        greedy_baseline="baselines" in inputs,
+        old_log_probs=bool(_POLICY_OUTPUTS & inputs),
+    )
+
+
+def warnings(config: RLConfig) -> Iterator[str]:
+    """Yields warnings about models that no function reads.
+
+    >>> list(warnings(RLConfig()))
+    []
+    """
+    needs, advantage = requirements(config.algorithm), config.algorithm.advantage
+    if not needs.reference and config.reference.path:
+        yield "config.reference.path: no effect, algorithm.kl_in is 'none'"
+    if not needs.critic and config.critic.path:
+        yield f"config.critic.path: no effect, advantage={advantage!r} has no critic"
+    if not needs.critic and config.algorithm.critic_warmup_steps:
+        yield "config.algorithm.critic_warmup_steps: no effect without a critic"
+
+
+def check_functions(config: AlgorithmConfig) -> None:
+    """Raises ConfigError, with all problems, if a function named by import path cannot work.
+
+    The function is found and traced with arrays of small shapes: it must name what is available
+    and return what is wanted, and the rest of the config must fit what the advantage reads.
+
+    >>> check_functions(AlgorithmConfig(advantage="grpo"))
+    """
+    problems = []
+    for field, table, trace in (
+        ("advantage", ESTIMATORS, _trace_advantage),
+        ("policy_loss", POLICY_LOSSES, _trace_policy_loss),
+    ):
+        name = getattr(config, field)
+        try:
+            function = resolve(name, table, field.replace("_", " "))
+        except Exception as error:  # whatever the user's file raises when it is imported
+            # Errors of the lookup itself begin with the name; of an import, with anything.
+            is_lookup_error = str(error).startswith(repr(name))
+            message = (
+                str(error) if is_lookup_error else f"{name!r}: {type(error).__name__}: {error}"
+            )
+            problems.append(f"config.algorithm.{field}: {message}")
+            continue
+        try:
+            if is_import_path(name):
+                trace(config)
+            if field == "advantage":
+                for path, message in config.advantage_rules(parameters_of(function).names):
+                    problems.append(f"config.algorithm.{path}: {message}")
+        except FunctionError as error:
+            problems.append(str(error))
+        except Exception as error:  # what the user's function raises when it is traced
+            file = os.path.basename(name.rpartition(":")[0])
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [each.lineno for each in frames if os.path.basename(each.filename) == file]
+            line = f"in line {lines[-1]}: " if lines else ""
+            message = f"{name!r} raises {line}{type(error).__name__}: {error}"
+            problems.append(f"config.algorithm.{field}: {message}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _trace_advantage(config: AlgorithmConfig) -> None:
+    jax.eval_shape(lambda step: estimate(config, **step), _STEP)
+
+
+def _trace_policy_loss(config: AlgorithmConfig) -> None:
+    def objective(minibatch: Minibatch):
+        counts = minibatch_denominators(minibatch.loss_mask, loss_scale=1.0)
+        tokens = minibatch.old_log_probs
+        return policy_objective(config, tokens, tokens, minibatch, minibatch.loss_mask, counts)
+
+    jax.eval_shape(objective, jax.eval_shape(lambda: Minibatch.zeros(_ROWS, _WIDTH)))

@@ -1,0 +1,352 @@
+"""Data, rollout, rewards, distillation and evaluation settings."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from jaxrl_llm.config.validation import (
+    Coefficient,
+    ConfigGroup,
+    Every,
+    File,
+    Folder,
+    Name,
+    Problems,
+    Range,
+    Real,
+    Tokens,
+)
+
+# The lowest temperature above 0 (greedy). Float32 logits have an error of about 2e-6, which at
+# lower temperatures would decide which token is sampled.
+MIN_TEMPERATURE = 1e-4
+NUM_PRODUCTS = 90 * 90  # pairs of two-digit numbers
+PREFILL_CHUNK_TOKENS = 2048  # chunked prefill: maximum tokens of a prompt in one pass
+Temperature = Annotated[float, Range(f"0 or [{MIN_TEMPERATURE}, 1000]", "0: greedy")]
+Token = Annotated[int, Range("[0, 2147483647]")]  # and in the vocabulary
+Weight = Annotated[float, Range("[0, 1000000]")]
+
+
+class DataConfig(ConfigGroup):
+    """The source of prompts."""
+
+    task: Literal["arithmetic", "stories", "products", "shapes", "gsm8k", "files"] = "arithmetic"
+    train_files: tuple[File, ...] = ()  # parquet, jsonl or json, or folders of them
+    # How often rows of each of `train_files` come, relative to the others. Empty: as they are.
+    train_weights: tuple[Weight, ...] = ()
+    # The weights that these become, in a line, while so many rows are drawn. Empty: they stay.
+    last_train_weights: tuple[Weight, ...] = ()
+    last_train_weights_after: Every = 0
+    # Files are read piece by piece (parquet, jsonl), a row when it is needed: more than memory
+    # holds. Otherwise all rows are read and checked at the start.
+    stream: bool = False
+    eval_files: tuple[File, ...] = ()
+    prompt_column: Name = "prompt"
+    # Roles of messages that mean another one, as "human:user" or "gpt:assistant". A role that the
+    # chat template does not know is refused; "critic:critic" lets it pass as it is.
+    role_aliases: tuple[Name, ...] = ()
+    max_prompt_tokens: Tokens = 256
+    # Prompts of more than `max_prompt_tokens`, and rows with answers of more than
+    # `trainer.max_sequence_tokens`: dropped, an error, or cut at that side.
+    long_rows: Literal["drop", "error", "left", "right", "middle"] = "drop"
+    # Answers that the chat template writes in another way once others follow (Qwen3 drops their
+    # thinking). "split": each turn is trained in the context in which it is sampled, the rewritten
+    # ones in sequences of their own. "whole": one sequence, as the template writes the whole
+    # dialogue; the turns that lose something are counted in a warning.
+    rewritten_turns: Literal["split", "whole"] = "split"
+    shuffle: bool = True
+    chat_template: bool = True  # False: message contents are joined by newlines
+    num_workers: Annotated[int, Range("[0, 1024]")] = 0  # threads that prepare rows ahead
+    # The built-in tasks: sums of digits, and of word problems, with step-by-step solutions; and
+    # products of two numbers of two digits, with a calculator; and drawn shapes to be counted, for
+    # models that read images.
+    arithmetic_terms: Annotated[int, Range("[2, 16]")] = 3
+    arithmetic_train_prompts: Annotated[int, Range("[1, 1000000]")] = 512
+    arithmetic_eval_prompts: Annotated[int, Range("[1, 1000000]")] = 128
+    # Share of worked examples with an error.
+    arithmetic_errors: Annotated[float, Range("[0, 1)")] = 0.0
+
+    def rules(self) -> Problems:
+        if self.stream and self.task != "files":
+            yield "stream", f"task={self.task!r} does not stream; use task='files'"
+        yield from self._weight_rules()
+        if self.task in ("gsm8k", "files") and not self.train_files:
+            yield "train_files", f"task={self.task!r} reads files, none given"
+        yield from self._role_rules()
+        num_prompts = self.arithmetic_train_prompts + self.arithmetic_eval_prompts
+        if self.task == "products" and num_prompts > NUM_PRODUCTS:
+            message = (
+                f"and arithmetic_eval_prompts={self.arithmetic_eval_prompts} are {num_prompts}"
+            )
+            yield (
+                "arithmetic_train_prompts",
+                f"{self.arithmetic_train_prompts} {message} different prompts, but there are only"
+                f" {NUM_PRODUCTS} products; use fewer",
+            )
+        if self.task == "arithmetic" and 10**self.arithmetic_terms < num_prompts:
+            yield (
+                "arithmetic_train_prompts",
+                f"{self.arithmetic_train_prompts} and arithmetic_eval_prompts="
+                f"{self.arithmetic_eval_prompts} are {num_prompts} different prompts, but"
+                f" arithmetic_terms={self.arithmetic_terms} digits make only"
+                f" {10**self.arithmetic_terms} sums; use fewer prompts or more terms",
+            )
+
+    def _role_rules(self) -> Problems:
+        names = [pair.partition(":")[0] for pair in self.role_aliases]
+        for pair in self.role_aliases:
+            name, colon, role = pair.partition(":")
+            if not (name and colon and role):
+                yield "role_aliases", f"{pair!r} is no alias; write it as 'human:user'"
+            elif names.count(name) > 1:
+                yield "role_aliases", f"{name!r} has two meanings; give it one"
+
+    def _weight_rules(self) -> Problems:
+        for name in ("train_weights", "last_train_weights"):
+            weights = getattr(self, name)
+            if weights and len(weights) != len(self.train_files):
+                message = f"{len(weights)} weights for {len(self.train_files)} train_files"
+                yield name, f"{message}; give one for each"
+            elif weights and not any(weights):
+                yield name, "all weights are 0; one at least must be above 0"
+        if self.train_weights and self.task != "files":
+            yield "train_weights", f"task={self.task!r} is no mixture of files; use task='files'"
+        if self.last_train_weights and not self.train_weights:
+            yield "last_train_weights", "nothing moves to them; set train_weights too"
+        if bool(self.last_train_weights) != bool(self.last_train_weights_after):
+            message = "how many rows are drawn until last_train_weights hold"
+            yield "last_train_weights_after", f"{message}: set both, or none of them"
+
+
+class CurriculumConfig(ConfigGroup):
+    """Which training prompts come next, by the scores of earlier answers (docs/data.md)."""
+
+    # "success": mostly prompts that are solved now and then; or a function of yours. "": each comes
+    # once in a pass.
+    choice: Name = ""
+    success_score: Real = 0.5  # an answer with at least this score is a success
+    # What earlier answers to a prompt count when it is answered again; 1: as much as the latest.
+    memory: Annotated[float, Range("[0, 1]")] = 0.5
+    # Least weight of a prompt under "success", where 1 is that of one solved half of the time.
+    floor: Annotated[float, Range("(0, 1]")] = 0.05
+
+    def rules(self) -> Problems:
+        if self.choice not in ("", "success") and ":" not in self.choice:
+            remedy = "or your own as 'package.module:function' or 'path/file.py:function'"
+            yield "choice", f"unknown choice {self.choice!r}; known: success; {remedy}"
+
+
+NO_CURRICULUM = CurriculumConfig()
+
+
+class SpeculationConfig(ConfigGroup):
+    """Speculative decoding: draft tokens from the sequence itself, checked in one pass.
+
+    It is faster if responses repeat their prompts or themselves and few slots decode. The samples
+    do not change.
+    """
+
+    draft_tokens: Annotated[int, Range("[0, 16]", "0: off")] = 0  # draft tokens per decode step
+    # Maximum length of the suffix that is searched in the sequence.
+    ngram_tokens: Annotated[int, Range("[1, 16]")] = 3
+
+
+NO_SPECULATION = SpeculationConfig()
+
+
+BUILT_IN_ENGINE = "jaxrl_llm"
+
+
+class RolloutConfig(ConfigGroup):
+    """How responses are sampled."""
+
+    # The sampling engine: the built-in one, or your own as 'package.module:factory' or
+    # 'path/file.py:factory' (docs/custom_engine.md).
+    engine: Name = BUILT_IN_ENGINE
+    max_response_tokens: Tokens = 256
+    temperature: Temperature = 1.0
+    top_k: Annotated[int, Range("[0, 2147483647]", "0: off")] = 0
+    top_p: Annotated[float, Range("(0, 1]")] = 1.0
+    min_p: Annotated[float, Range("[0, 1)")] = 0.0
+    stop_tokens: tuple[Token, ...] = ()  # besides the tokenizer's end of sequence
+    stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one
+    # Never sample token ids without a text: those that the tokenizer lacks (padded vocabularies)
+    # and marks of images. Log-probs, in training too, are of the distribution over the others.
+    suppress_unused_tokens: bool = True
+    # Sequences decoded at the same time; 0: chosen from the workload and the memory.
+    num_slots: Annotated[int, Range("[0, 65536]", "0: chosen")] = 0
+    # Tokens in the KV cache of all sequences that are decoded; those that samples of a prompt
+    # share count once. 0: so that all slots may hold the longest, or as many as the memory holds.
+    # When it is full, the sequence that began last waits and is read again.
+    cache_tokens: Annotated[int, Range("[0, 2147483647]", "0: chosen")] = 0
+    # Decode steps between two checks by the host.
+    chunk_steps: Annotated[int, Range("[1, 128]")] = 16
+    dtype: Literal["compute", "float32", "bfloat16"] = "compute"
+    # Weights of layers in eight bits, a step for each output; embedding, head, routers and norms
+    # keep `dtype`. The samples are then corrected for by default (algorithm.correction).
+    quantization: Literal["none", "int8", "fp8"] = "none"
+    # Of keys and values; "rollout": as `dtype`.
+    cache_dtype: Literal["rollout", "float32", "bfloat16", "fp8"] = "rollout"
+    speculation: SpeculationConfig = NO_SPECULATION
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether sampling computes with fewer digits than its `dtype` has."""
+        return self.quantization != "none" or self.cache_dtype == "fp8"
+
+    def rules(self) -> Problems:
+        if self.engine != BUILT_IN_ENGINE and ":" not in self.engine:
+            remedy = "or your own as 'package.module:factory' or 'path/file.py:factory'"
+            message = f"unknown engine {self.engine!r}; known: {BUILT_IN_ENGINE}; {remedy}"
+            yield "engine", message
+        for name in ("stop_tokens", "stop_strings"):
+            if (count := len(getattr(self, name))) > 8:
+                yield name, f"at most 8, got {count}"
+        if "" in self.stop_strings:
+            yield "stop_strings", "one is empty and would end every response; leave it out"
+
+
+class RewardFunctionConfig(ConfigGroup):
+    """One reward function and its weight in the score."""
+
+    # arithmetic, gsm8k, math, exact_match, code, format, length; or an import or file path.
+    function: str = ""
+    weight: Real = 1.0
+    data_source: Name = "*"  # rows that it scores; "*": all
+
+    def rules(self) -> Problems:
+        if not self.function:
+            yield "function", "required: a built-in name or 'path/file.py:function'"
+
+
+class RewardModelConfig(ConfigGroup):
+    """One reward (or cost) model on the mesh and its weight in the score."""
+
+    path: Folder = ""  # Hugging Face one-label classifier; "": trained first, see `preference`
+    # Files of preference pairs that a model without a folder learns from; empty: those of the task.
+    # Of a cost model, the chosen answer is the one that costs less.
+    pairs: tuple[File, ...] = ()
+    weight: Real = 1.0
+    data_source: Name = "*"
+
+    def rules(self) -> Problems:
+        if self.path and self.pairs:
+            yield "pairs", "the model of `path` is not trained before RL; leave one of them out"
+
+
+class MathConfig(ConfigGroup):
+    """How the reward function `math` compares answers (docs/answers.md)."""
+
+    # 28% equals 28 and 0.28, 28 alone, or 0.28 alone.
+    percent: Literal["either", "number", "fraction"] = "either"
+    # Units of answers are dropped, or must be those of the ground truth; none is converted.
+    units: Literal["ignore", "compare"] = "ignore"
+    # Whether the letter of a choice counts without a box: "The answer is (C)."
+    unboxed_letters: bool = True
+
+
+DEFAULT_MATH = MathConfig()
+
+
+class RewardsConfig(ConfigGroup):
+    """The score of a response: the weighted sum of all terms for its data source."""
+
+    functions: Mapping[str, RewardFunctionConfig] = dataclasses.field(default_factory=dict)
+    models: Mapping[str, RewardModelConfig] = dataclasses.field(default_factory=dict)
+    cost_functions: Mapping[str, RewardFunctionConfig] = dataclasses.field(default_factory=dict)
+    cost_models: Mapping[str, RewardModelConfig] = dataclasses.field(default_factory=dict)
+    math: MathConfig = DEFAULT_MATH  # of the function `math`
+    environment_weight: Real = 1.0  # of what environments give (docs/agents.md)
+    num_workers: Annotated[int, Range("[1, 1024]")] = 2  # worker processes
+    # Workers of a Ray cluster in place of this host; the processes above are those of each.
+    ray_workers: Annotated[int, Range("[0, 65536]", "0: this host")] = 0
+    timeout_s: Annotated[float, Range("[0.01, 1000000]")] = 10.0  # of one call
+    # Address space of a worker process.
+    memory_gib: Annotated[float, Range("[0.5, 1000000] or inf", "inf: no limit")] = 16.0
+    environment: tuple[Name, ...] = ()  # environment variables that the workers may see
+    # A call that fails: the run stops, the response gets `failure_score`, or the response is left
+    # out: it is in no group's mean and has no gradient.
+    on_failure: Literal["stop", "score", "leave_out"] = "stop"
+    # Rows whose ground truth their reward function cannot read (docs/answers.md): an error before
+    # anything is loaded, or left out and counted.
+    unreadable_truths: Literal["refuse", "leave_out"] = "refuse"
+    failure_score: Annotated[float, Range("[-3.4e38, 3.4e38]")] = 0.0  # the range of float32
+
+    def rules(self) -> Problems:
+        for kind in ("", "cost_"):
+            functions, models = getattr(self, f"{kind}functions"), getattr(self, f"{kind}models")
+            if shared := set(functions) & set(models):
+                yield f"{kind}models", f"names used twice: {', '.join(sorted(shared))}"
+
+
+class TeacherConfig(ConfigGroup):
+    """A teacher: a frozen language model with the policy's tokenizer."""
+
+    path: Folder = ""
+    data_source: Name = "*"  # rows that it teaches; "*": those that no other one teaches
+
+    def rules(self) -> Problems:
+        if not self.path:
+            yield "path", "required: the folder of a language model"
+
+
+class DistillationConfig(ConfigGroup):
+    """Teachers of the policy on the tokens that it samples, with or without rewards."""
+
+    teachers: Mapping[str, TeacherConfig] = dataclasses.field(default_factory=dict)
+    # The divergence from the teacher: reverse KL as advantage of each token, the estimate k3 of
+    # sampled tokens as a loss, or forward KL over the teacher's likeliest tokens as a loss.
+    loss: Literal["reverse_kl", "k3", "forward_kl"] = "reverse_kl"
+    coef: Coefficient = 1.0
+    # Tokens of "forward_kl" that the teacher lists; all others are one bucket.
+    top_k: Annotated[int, Range("[1, 1024]")] = 32
+
+    @property
+    def num_listed(self) -> int:
+        """Tokens of which a teacher tells the log-probs, in place of each token."""
+        return self.top_k if self.loss == "forward_kl" else 1
+
+    @property
+    def data_sources(self) -> frozenset[str]:
+        """Of the rows that have a teacher; "*": all."""
+        return frozenset(teacher.data_source for teacher in self.teachers.values())
+
+    def teacher_for(self, data_source: str) -> str:
+        """Returns the name of the teacher of such rows; "" if they have none."""
+        by_source = {teacher.data_source: name for name, teacher in self.teachers.items()}
+        return by_source.get(data_source, by_source.get("*", ""))
+
+    def rules(self) -> Problems:
+        teachers_by_source: dict[str, str] = {}
+        for name, teacher in self.teachers.items():
+            if other := teachers_by_source.get(teacher.data_source):
+                message = f"{teacher.data_source!r} has a teacher, {other!r}; give it one"
+                yield f"teachers.{name}.data_source", message
+            teachers_by_source[teacher.data_source] = name
+        if self.teachers and not self.coef:
+            yield "coef", "0: nothing would be learned from the teachers; raise it, or name none"
+
+
+class EvaluationConfig(ConfigGroup):
+    """Held-out evaluation: mean@k, pass@k and maj@k per data source."""
+
+    # Reward functions of the evaluation. Empty: those of `rewards`.
+    functions: Mapping[str, RewardFunctionConfig] = dataclasses.field(default_factory=dict)
+    # RL steps.
+    every: Annotated[int, Range("[0, 2147483647]", "0: only before and after")] = 0
+    before: bool = True
+    after: bool = True
+    num_prompts: Annotated[int, Range("[0, 2147483647]", "0: all")] = 0
+    samples_per_prompt: Annotated[int, Range("[1, 65536]")] = 1
+    temperature: Temperature = 0.0
+    top_p: Annotated[float, Range("(0, 1]")] = 1.0
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the run has any evaluation."""
+        return self.before or self.after or self.every > 0
+
+    def rules(self) -> Problems:
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            message = f"{self.samples_per_prompt} greedy samples are all the same"
+            yield "samples_per_prompt", f"{message}; set evaluation.temperature above 0"

@@ -1,0 +1,255 @@
+"""Attention modules: projections, rotary embeddings, grouped-query and latent attention."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.models.architecture import Architecture, LayerType, RopeScaling
+from jaxrl_llm.models.attention import DEFAULT_SCORING, AttentionScoring
+from jaxrl_llm.models.layers import Linear, ParamFactory, RMSNorm, rms_normalized
+from jaxrl_llm.sharding.mesh import constrain
+
+_LATENT_EPS = 1e-6  # of norms inside latent attention, independent of the model's `norm_eps`
+
+
+class AttentionInputs(NamedTuple):
+    """Arguments of `AttentionFunction`: queries, keys and values of one layer, and its mask and
+    scoring.
+    """
+
+    q: Float[Array, "B T N H"]  # after rotary embeddings, as the keys
+    k: Float[Array, "B T K H"]
+    v: Float[Array, "B T K value"] | None  # None: the first dims of the keys
+    cache_entries: tuple[Array, ...]  # what the KV cache stores: k and v, or one latent head
+    scoring: AttentionScoring = DEFAULT_SCORING
+    window: int = 0
+    chunk: int = 0
+    value_size: int = 0  # dims of the keys that are values, if `v` is None
+
+
+# Returns the attention output [B, T, N, value], and a result of its own such as the new KV cache.
+AttentionFunction = Callable[[AttentionInputs], tuple[Array, object]]
+Rotary = dict[str, tuple[Array, ...]]  # cos and sin by `LayerType.rope`
+
+
+def rotary_frequencies(size: int, theta: float, scaling: RopeScaling) -> Float[Array, " half"]:
+    """The angle per position of every pair (arXiv:2104.09864), float32."""
+    frequencies = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
+    if scaling.factor != 1.0:
+        unscaled = _unscaled_shares(frequencies, theta, scaling)
+        frequencies = frequencies * (unscaled + (1.0 - unscaled) / scaling.factor)
+    return frequencies
+
+
+def rotary_table(
+    positions: Int[Array, "B T *parts"],
+    size: int,
+    theta: float,
+    scaling: RopeScaling,
+    sections: tuple[int, ...] = (),
+) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
+    """Cosine and sine of every position's rotation angles, float32.
+
+    With positions in parts (M-RoPE), each part rotates its section of the pairs.
+    """
+    frequencies = rotary_frequencies(size, theta, scaling)
+    angle_positions = positions.astype(jnp.float32)[..., None]
+    if positions.ndim > 2:
+        part_of_pair = np.repeat(np.arange(len(sections)), sections)
+        angle_positions = jnp.take(angle_positions[..., 0], part_of_pair, axis=-1)
+    angles = (angle_positions * frequencies)[..., None, :]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if scaling.magnitude != 1.0:
+        cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
+    return cos, sin
+
+
+def rotary_tables(shape: Architecture, positions: Int[Array, "B T *parts"]) -> Rotary:
+    """The rotary tables at these positions for every `LayerType.rope` of the model."""
+    latent, tables = shape.latent, Rotary()
+    kinds = {layer.rope for layer in shape.layer_types}
+    size = shape.rope_size or shape.head_size - (latent.plain_size if latent else 0)
+    if "main" in kinds:
+        tables["main"] = rotary_table(
+            positions,
+            size,
+            theta=shape.rope_theta,
+            scaling=shape.rope_scaling,
+            sections=shape.rope_sections,
+        )
+    if "local" in kinds:
+        tables["local"] = rotary_table(positions, size, shape.local_rope_theta, RopeScaling())
+    if "none" in kinds and shape.long_query_scale:
+        # Attention temperature that grows with the position of the query (arXiv:2501.19399).
+        steps = jnp.floor((positions.astype(jnp.float32) + 1.0) / shape.long_query_from)
+        scales = 1.0 + shape.long_query_scale * jnp.log1p(steps)
+        tables["none"] = (scales[..., None, None],)
+    return tables
+
+
+def _unscaled_shares(
+    frequencies: Float[Array, " half"], theta: float, scaling: RopeScaling
+) -> Float[Array, " half"]:
+    """The share of each frequency that is not divided by the factor, see `RopeScaling`."""
+    if scaling.kind == "linear":
+        return jnp.zeros_like(frequencies)
+    original = scaling.original_max_positions
+    if scaling.kind == "llama3":
+        turns = original / (2 * jnp.pi / frequencies)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        return jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    half = frequencies.shape[0]
+
+    def pair_with_turns(times: float) -> float:
+        return half * math.log(original / (times * 2 * math.pi)) / math.log(theta)
+
+    first, last = pair_with_turns(scaling.fast_turns), pair_with_turns(scaling.slow_turns)
+    if scaling.whole_dims:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
+    ramp = (jnp.arange(half, dtype=jnp.float32) - first) / max(last - first, 0.001)
+    return 1.0 - jnp.clip(ramp, 0.0, 1.0)
+
+
+def apply_rotary(x: Float[Array, "B T N H"], table, interleaved: bool = False):
+    """Rotates pairs of the first dims of `x` by the angles of its position.
+
+    Pairs are (i, i + half) of the rotated dims, or neighbours if `interleaved`, which come out as
+    (i, i + half): query-key products are the same.
+    """
+    cos, sin = table
+    size = 2 * cos.shape[-1]
+    wide = x[..., :size].astype(jnp.float32)
+    if interleaved:
+        first, second = wide[..., ::2], wide[..., 1::2]
+    else:
+        first, second = jnp.split(wide, 2, axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    if size < x.shape[-1]:
+        rotated.append(x[..., size:].astype(jnp.float32))
+    return jnp.concatenate(rotated, -1).astype(x.dtype)
+
+
+class GroupedQueryAttention(nnx.Module):
+    """Grouped-query attention (arXiv:2305.13245)."""
+
+    def __init__(self, build: ParamFactory, shape: Architecture, layer: LayerType):
+        d, h = shape.hidden_size, shape.head_size
+        queries, keys = shape.num_heads * h, shape.num_kv_heads * h
+        self.q = Linear(build, "q", d, queries, ("embed", "heads"), shape.qkv_bias)
+        self.k = Linear(build, "k", d, keys, ("embed", "kv_heads"), shape.qkv_bias)
+        self.v = Linear(build, "v", d, keys, ("embed", "kv_heads"), shape.qkv_bias)
+        self.o = Linear(build, "o", queries, d, ("heads", "embed"), shape.o_bias)
+        if shape.qk_norm:
+            self.q_norm = RMSNorm(build, h, shape)
+            self.k_norm = RMSNorm(build, h, shape)
+        if shape.sinks:
+            self.sinks = build.normal((shape.num_heads,), ("norm",))
+        self.shape, self.layer, self.projected = shape, layer, build.products.after_qkv_projection
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rotary: Rotary,
+        attend: AttentionFunction,
+        compressed: bool = False,
+    ):
+        shape, layer = self.shape, self.layer
+        heads = (*x.shape[:-1], -1, shape.head_size)
+        q, k, v = (self.projected(f(x)).reshape(heads) for f in (self.q, self.k, self.v))
+        if shape.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if layer.rope != "none":
+            table, pairs = rotary[layer.rope], shape.rope_interleaved
+            q, k = apply_rotary(q, table, pairs), apply_rotary(k, table, pairs)
+            if shape.unit_qk:
+                q, k = (
+                    rms_normalized(a.astype(jnp.float32), shape.norm_eps).astype(a.dtype)
+                    for a in (q, k)
+                )
+        elif shape.long_query_scale:
+            q = (q * rotary["none"][0]).astype(q.dtype)
+        q = constrain(q, "batch", "length", "heads", None)
+        k = constrain(k, "batch", "length", "kv_heads", None)
+        v = constrain(v, "batch", "length", "kv_heads", None)
+        q, k, v = (checkpoint_name(x, name) for x, name in zip((q, k, v), "qkv", strict=True))
+        sinks = self.sinks[...] if shape.sinks else None
+        scoring = AttentionScoring(shape.query_scale, shape.score_cap, sinks)
+        mixed, cache = attend(AttentionInputs(q, k, v, (k, v), scoring, layer.window, layer.chunk))
+        mixed = checkpoint_name(mixed, "mixed")
+        return self.o(mixed.reshape(*x.shape[:-1], -1)), cache
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention, MLA (arXiv:2405.04434).
+
+    The KV cache stores one latent vector per token and the rotated part of the key, which all heads
+    share. `compressed` (for decoding): the up-projections are absorbed into queries and output, so
+    that all heads attend to the latents directly (Sec. 2.1.2 there). It is the same function.
+    """
+
+    def __init__(self, build: ParamFactory, shape: Architecture):
+        latent = shape.latent
+        assert latent is not None
+        d, heads, rank = shape.hidden_size, shape.num_heads, latent.kv_rank
+        inner_shape = dataclasses.replace(shape, norm_eps=_LATENT_EPS)
+        self.rotated = shape.head_size - latent.plain_size
+        queries, keys_and_values = (
+            heads * shape.head_size,
+            heads * (latent.plain_size + latent.value_size),
+        )
+        if latent.q_rank:
+            self.q_a = Linear(build, "q", d, latent.q_rank, ("whole", "rank"))
+            self.q_norm = RMSNorm(build, latent.q_rank, inner_shape)
+            self.q_b = Linear(build, "q", latent.q_rank, queries, ("rank", "heads"))
+        else:
+            self.q = Linear(build, "q", d, queries, ("embed", "heads"))
+        self.kv_a = Linear(build, "k", d, rank + self.rotated, ("whole", "rank"))
+        self.kv_norm = RMSNorm(build, rank, inner_shape)
+        self.kv_b = Linear(build, "v", rank, keys_and_values, ("rank", "key_value_heads"))
+        self.o = Linear(build, "o", heads * latent.value_size, d, ("value_heads", "embed"))
+        self.shape, self.latent, self.projected = shape, latent, build.products.after_qkv_projection
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rotary: Rotary,
+        attend: AttentionFunction,
+        compressed: bool = False,
+    ):
+        shape, latent = self.shape, self.latent
+        plain, rank = latent.plain_size, latent.kv_rank
+        table, pairs = rotary["main"], shape.rope_interleaved
+        q = self.q_b(self.q_norm(self.q_a(x))) if latent.q_rank else self.q(x)
+        q = self.projected(q).reshape(*x.shape[:-1], -1, shape.head_size)
+        q_rotated = apply_rotary(q[..., plain:], table, pairs)
+        kv_down = self.kv_a(x)
+        kv_latent = self.kv_norm(kv_down[..., :rank])
+        k_rotated = apply_rotary(kv_down[..., None, rank:], table, pairs)
+        cached = jnp.concatenate([kv_latent[..., None, :], k_rotated], -1)
+        scoring = AttentionScoring(shape.query_scale or shape.head_size**-0.5)
+        if compressed:
+            up = self.kv_b.weight(x.dtype).reshape(rank, -1, plain + latent.value_size)
+            absorbed = jnp.einsum("btnd,rnd->btnr", q[..., :plain], up[..., :plain])
+            q_latent = jnp.concatenate([absorbed, q_rotated], -1)
+            mixed, cache = attend(
+                AttentionInputs(q_latent, cached, None, (cached,), scoring, value_size=rank)
+            )
+            mixed = jnp.einsum("btnr,rnd->btnd", mixed, up[..., plain:])
+        else:
+            up = self.kv_b(kv_latent).reshape(*x.shape[:-1], -1, plain + latent.value_size)
+            rotated = jnp.broadcast_to(k_rotated, (*up.shape[:-1], self.rotated))
+            q = jnp.concatenate([q[..., :plain], q_rotated], -1)
+            k, v = jnp.concatenate([up[..., :plain], rotated], -1), up[..., plain:]
+            q, k, v = (constrain(a, "batch", "length", "heads", None) for a in (q, k, v))
+            q, k, v = (checkpoint_name(a, name) for a, name in zip((q, k, v), "qkv", strict=True))
+            mixed, cache = attend(AttentionInputs(q, k, v, (cached,), scoring))
+            mixed = checkpoint_name(mixed, "mixed")
+        return self.o(mixed.reshape(*x.shape[:-1], -1)), cache

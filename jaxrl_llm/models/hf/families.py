@@ -1,0 +1,407 @@
+"""One row per model family: how its config.json maps to a `Architecture`, and its module names."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.architecture import Architecture, LatentAttentionSizes
+from jaxrl_llm.models.hf import vision_config
+
+
+class CheckpointFormatError(UserError, ValueError):
+    """A model folder that cannot be read or written; the message names file and remedy."""
+
+
+Config = Mapping[str, Any]  # contents of config.json, without null keys
+Fields = dict[str, Any]
+
+
+class FieldCodec(NamedTuple):
+    """Reads fields of a `Architecture` that need more than a key each, and writes their keys."""
+
+    read: Callable[[Config], Any]
+    write: Callable[[Architecture], Fields]
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEFormat:
+    """How a family's config.json describes its mixture of experts."""
+
+    config_keys: Mapping[str, str]  # field of `Experts` -> key
+    fixed_fields: Fields  # fields of `Experts` that are the same in all its models
+    # which layers have experts: `vision_fields` gives a predicate on the layer index
+    sparse_layers: FieldCodec
+    shared_experts: Literal["", "one", "n_shared_experts"] = (
+        ""  # number of shared experts, or its key
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFamily:
+    """How one `model_type` differs from the others; keys are keys of config.json."""
+
+    model_class: str  # prefix of its class names
+    # `Architecture` fields that are the same in all its models.
+    fixed_fields: Fields = dataclasses.field(default_factory=dict)
+    # `Architecture` field -> key, in addition to `ARCHITECTURE_KEYS`.
+    config_keys: Fields = dataclasses.field(default_factory=dict)
+    defaults: Fields = dataclasses.field(default_factory=dict)  # values of absent keys
+    required_values: Fields = dataclasses.field(
+        default_factory=dict
+    )  # the only implemented value of a key
+    codecs: tuple[FieldCodec, ...] = ()  # fields of a `Architecture` that need code
+    # Attention type of a layer, by index; None: full in all layers.
+    attention_type: Callable[[Config, int], str] | None = None
+    # Rotary embedding of a layer, by index and attention type.
+    rope_kind: Callable[[Config, int, str], Literal["main", "local", "none"]] = (
+        lambda config, number, attention: "main"
+    )
+    has_layer_types: bool = True  # config.json has `layer_types` unless all layers are alike
+    moe: MoEFormat | None = None
+    classifier_class: str = ""  # class name prefix of its classifier, if different
+    causal_lm_class: str = ""  # name of its causal LM class, if different
+    # Module names that differ, see `tensor_names`.
+    module_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    fused_gate_up: bool = False  # gate and up projections share one tensor
+    fused_experts: Literal["", "halves", "interleaved"] = ""  # the same, stacked over all experts
+    has_mtp_layers: bool = False  # files may hold multi-token prediction layers
+
+
+def _all_sparse(config: Config) -> Callable[[int], bool]:
+    return lambda number: True
+
+
+def _dense_layers(shape: Architecture) -> list[int]:
+    return [number for number, layer in enumerate(shape.layer_types) if not layer.experts]
+
+
+def _sparse_every_n(config: Config) -> Callable[[int], bool]:
+    step, dense_layers = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", ())
+    return lambda number: number not in dense_layers and (number + 1) % step == 0
+
+
+def _sparse_after_first_k(config: Config) -> Callable[[int], bool]:
+    return lambda number: number >= config.get("first_k_dense_replace", 0)
+
+
+def _sparse_if_listed(config: Config) -> Callable[[int], bool]:
+    step = config.get("interleave_moe_layer_step", 1)
+    moe_layers = config.get("moe_layers", range(step - 1, config["num_hidden_layers"], step))
+    return lambda number: number in moe_layers
+
+
+_ALL_SPARSE = FieldCodec(_all_sparse, lambda shape: {})
+_SPARSE_EVERY_N = FieldCodec(
+    _sparse_every_n,
+    lambda shape: {"decoder_sparse_step": 1, "mlp_only_layers": _dense_layers(shape)},
+)
+_SPARSE_AFTER_FIRST_K = FieldCodec(
+    _sparse_after_first_k, lambda shape: {"first_k_dense_replace": len(_dense_layers(shape))}
+)
+_SPARSE_IF_LISTED = FieldCodec(
+    _sparse_if_listed,
+    lambda shape: {
+        "moe_layers": [n for n, layer in enumerate(shape.layer_types) if layer.experts],
+        "interleave_moe_layer_step": 1,
+    },
+)
+
+
+def _alternating_attention(config: Config, number: int) -> str:
+    return "full_attention" if number % 2 else "sliding_attention"
+
+
+def _patterned_attention(config: Config, number: int) -> str:
+    length = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
+    return "sliding_attention" if (number + 1) % length else "full_attention"
+
+
+def _sliding_attention(config: Config, number: int) -> str:
+    return "sliding_attention" if config.get("sliding_window") else "full_attention"
+
+
+def _uses_rope(config: Config, number: int) -> bool:
+    interval = config.get("no_rope_layer_interval", 4)
+    rope_flags = config.get("no_rope_layers")
+    return bool(rope_flags[number] if rope_flags else (number + 1) % interval)
+
+
+def _chunked_if_rope(config: Config, number: int) -> str:
+    return "chunked_attention" if _uses_rope(config, number) else "full_attention"
+
+
+def _read_query_scale(config: Config) -> Fields:
+    scalar = config["query_pre_attn_scalar"]
+    return {"query_scale": 0.0 if scalar == config["head_dim"] else scalar**-0.5}
+
+
+def _write_query_scale(shape: Architecture) -> Fields:
+    scalar = round(shape.query_scale**-2, 6) if shape.query_scale else shape.head_size
+    return {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
+
+
+def rope_type(rope: Config) -> str:
+    """The scaling type named in rotary settings: "default", "yarn", ..."""
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def yarn_mscale(factor: float, magnitude: float) -> float:
+    """YaRN's scale of the rotated vectors (arXiv:2309.00071, Eq. 22)."""
+    return 0.1 * magnitude * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def _read_mla(config: Config) -> Fields:
+    nope_size, rope_size = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    fields: Fields = {
+        "head_size": nope_size + rope_size,
+        "rope_size": rope_size,
+        "latent": LatentAttentionSizes(
+            kv_rank=config["kv_lora_rank"],
+            plain_size=nope_size,
+            value_size=config["v_head_dim"],
+            q_rank=config.get("q_lora_rank", 0),
+        ),
+    }
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("mscale_all_dim") and rope_type(rope) != "default":
+        mscale = yarn_mscale(rope["factor"], rope["mscale_all_dim"])
+        fields["query_scale"] = (nope_size + rope_size) ** -0.5 * mscale**2
+    return fields
+
+
+def _write_mla(shape: Architecture) -> Fields:
+    latent = shape.latent
+    assert latent is not None
+    return {
+        "kv_lora_rank": latent.kv_rank,
+        "q_lora_rank": latent.q_rank or None,
+        "qk_nope_head_dim": latent.plain_size,
+        "qk_rope_head_dim": shape.head_size - latent.plain_size,
+        "qk_head_dim": shape.head_size,
+        "head_dim": shape.head_size - latent.plain_size,
+        "v_head_dim": latent.value_size,
+    }
+
+
+def _read_long_query_scale(config: Config) -> Fields:
+    is_tuned = config.get("attn_temperature_tuning", True)
+    return {"long_query_scale": config.get("attn_scale", 0.1) if is_tuned else 0.0}
+
+
+def _write_long_query_scale(shape: Architecture) -> Fields:
+    is_tuned = bool(shape.long_query_scale)
+    uses_rope = [int(layer.rope != "none") for layer in shape.layer_types]
+    scale = {"attn_scale": shape.long_query_scale} if is_tuned else {}
+    return {"no_rope_layers": uses_rope, "attn_temperature_tuning": is_tuned, **scale}
+
+
+_QUERY_SCALE = FieldCodec(_read_query_scale, _write_query_scale)
+MLA_CODEC = FieldCodec(_read_mla, _write_mla)
+_LONG_QUERY_SCALE = FieldCodec(_read_long_query_scale, _write_long_query_scale)
+
+_GEMMA_FIELDS = {"act": "gelu", "norm_offset": 1.0, "post_norms": True, "scale_embeddings": True}
+_GEMMA_KEYS = {"score_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
+_GEMMA_REQUIRED = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "use_bidirectional_attention": False,
+}
+_GEMMA_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True, "query_pre_attn_scalar": 256}
+_GEMMA_MODULES = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_EXPERT_KEYS = {"num": "num_local_experts", "per_token": "num_experts_per_tok"}
+_SIGMOID_MOE = MoEFormat(
+    config_keys={
+        "num": "n_routed_experts",
+        "per_token": "num_experts_per_tok",
+        "size": "moe_intermediate_size",
+        "normalized": "norm_topk_prob",
+        "scale": "routed_scaling_factor",
+        "groups": "n_group",
+        "top_groups": "topk_group",
+    },
+    fixed_fields={"scores": "sigmoid", "selection_bias": True},
+    sparse_layers=_SPARSE_AFTER_FIRST_K,
+    shared_experts="n_shared_experts",
+)
+
+# Multimodal model_type -> family of its text model, which alone is read.
+TEXT_MODEL_TYPES: Mapping[str, str] = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
+FAMILIES: Mapping[str, ModelFamily] = {
+    "llama": ModelFamily("Llama"),
+    "qwen2": ModelFamily("Qwen2", fixed_fields={"qkv_bias": True}),
+    "qwen3": ModelFamily("Qwen3", fixed_fields={"qk_norm": True}, defaults={"head_dim": 128}),
+    "qwen2_5_vl": ModelFamily(
+        "Qwen2_5_VL",
+        fixed_fields={"qkv_bias": True},
+        defaults={"rope_theta": 1e6},
+        codecs=(FieldCodec(vision_config.vision_fields, vision_config.vision_config_keys),),
+        causal_lm_class="Qwen2_5_VLForConditionalGeneration",
+    ),
+    "mistral": ModelFamily(
+        "Mistral",
+        defaults={"sliding_window": 4096},
+        attention_type=_sliding_attention,
+        has_layer_types=False,
+    ),
+    "mixtral": ModelFamily(
+        "Mixtral",
+        defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None},
+        attention_type=_sliding_attention,
+        has_layer_types=False,
+        moe=MoEFormat(
+            config_keys={**_EXPERT_KEYS, "size": "intermediate_size"},
+            fixed_fields={},
+            sparse_layers=_ALL_SPARSE,
+        ),
+        module_names={
+            "mlp.router": "block_sparse_moe.gate",
+            "mlp.expert.gate": "block_sparse_moe.experts.{}.w1",
+            "mlp.expert.up": "block_sparse_moe.experts.{}.w3",
+            "mlp.expert.down": "block_sparse_moe.experts.{}.w2",
+        },
+    ),
+    "qwen3_moe": ModelFamily(
+        "Qwen3Moe",
+        fixed_fields={"qk_norm": True},
+        moe=MoEFormat(
+            config_keys={
+                "num": "num_experts",
+                "per_token": "num_experts_per_tok",
+                "size": "moe_intermediate_size",
+                "normalized": "norm_topk_prob",
+            },
+            fixed_fields={},
+            sparse_layers=_SPARSE_EVERY_N,
+        ),
+        defaults={"norm_topk_prob": False},
+    ),
+    "gemma2": ModelFamily(
+        "Gemma2",
+        fixed_fields=_GEMMA_FIELDS,
+        config_keys=_GEMMA_KEYS,
+        defaults={**_GEMMA_DEFAULTS, "sliding_window": 4096},
+        required_values=_GEMMA_REQUIRED,
+        codecs=(_QUERY_SCALE,),
+        attention_type=_alternating_attention,
+        module_names=_GEMMA_MODULES,
+    ),
+    "gemma3_text": ModelFamily(
+        "Gemma3",
+        fixed_fields={**_GEMMA_FIELDS, "qk_norm": True},
+        config_keys={**_GEMMA_KEYS, "local_rope_theta": "rope_local_base_freq"},
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "sliding_window": 4096,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 10_000.0,
+        },
+        required_values=_GEMMA_REQUIRED,
+        codecs=(_QUERY_SCALE,),
+        attention_type=_patterned_attention,
+        rope_kind=lambda config, number, attention: (
+            "main" if attention == "full_attention" else "local"
+        ),
+        module_names=_GEMMA_MODULES,
+        classifier_class="Gemma3Text",
+    ),
+    "gpt_oss": ModelFamily(
+        "GptOss",
+        fixed_fields={"qkv_bias": True, "o_bias": True, "sinks": True},
+        defaults={
+            "head_dim": 64,
+            "rope_theta": 150_000.0,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 128,
+        },
+        required_values={"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        attention_type=_alternating_attention,
+        moe=MoEFormat(
+            config_keys={**_EXPERT_KEYS, "size": "intermediate_size"},
+            fixed_fields={"bias": True, "act": "clamped"},
+            sparse_layers=_ALL_SPARSE,
+        ),
+        module_names={
+            "mlp.router": "mlp.router",
+            "mlp.expert.gate_up": "mlp.experts.gate_up_proj",
+            "mlp.expert.down": "mlp.experts.down_proj",
+        },
+        fused_experts="interleaved",
+    ),
+    "deepseek_v3": ModelFamily(
+        "DeepseekV3",
+        config_keys={"rope_interleaved": "rope_interleave"},
+        defaults={"rope_interleave": True, "norm_topk_prob": True},
+        required_values={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+        codecs=(MLA_CODEC,),
+        moe=_SIGMOID_MOE,
+        module_names={"attention.q_norm": "self_attn.q_a_layernorm"},
+        has_mtp_layers=True,
+    ),
+    "glm4": ModelFamily(
+        "Glm4",
+        fixed_fields={"post_norms": True, "rope_interleaved": True},
+        config_keys={"qkv_bias": "attention_bias"},
+        defaults={
+            "head_dim": 128,
+            "rms_norm_eps": 1.5625e-7,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+        },
+        module_names={
+            "attention_post_norm": "post_self_attn_layernorm",
+            "mlp_post_norm": "post_mlp_layernorm",
+        },
+        fused_gate_up=True,
+    ),
+    "glm4_moe": ModelFamily(
+        "Glm4Moe",
+        config_keys={"qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+        },
+        moe=_SIGMOID_MOE,
+        has_mtp_layers=True,
+    ),
+    "llama4_text": ModelFamily(
+        "Llama4",
+        fixed_fields={"rope_interleaved": True},
+        config_keys={
+            "mlp_size": "intermediate_size_mlp",
+            "unit_qk": "use_qk_norm",
+            "long_query_from": "floor_scale",
+        },
+        defaults={
+            "head_dim": 128,
+            "rope_theta": 500_000.0,
+            "rms_norm_eps": 1e-5,
+            "use_qk_norm": True,
+            "attention_chunk_size": 8192,
+        },
+        codecs=(_LONG_QUERY_SCALE,),
+        attention_type=_chunked_if_rope,
+        rope_kind=lambda config, number, _: "main" if _uses_rope(config, number) else "none",
+        moe=MoEFormat(
+            config_keys={**_EXPERT_KEYS, "size": "intermediate_size"},
+            fixed_fields={"scores": "sigmoid", "normalized": False, "weighs_input": True},
+            sparse_layers=_SPARSE_IF_LISTED,
+            shared_experts="one",
+        ),
+        module_names={
+            "mlp": "feed_forward",
+            "mlp.router": "feed_forward.router",
+            "mlp.shared": "feed_forward.shared_expert",
+            "mlp.expert.gate_up": "feed_forward.experts.gate_up_proj",
+            "mlp.expert.down": "feed_forward.experts.down_proj",
+        },
+        fused_experts="halves",
+    ),
+}

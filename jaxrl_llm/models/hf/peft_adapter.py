@@ -1,0 +1,196 @@
+"""Saves and loads LoRA adapters in `peft` format: adapter_config.json and safetensors."""
+
+import functools
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from flax import traverse_util
+
+from jaxrl_llm.models import finite
+from jaxrl_llm.models.hf import checkpoint, config_reader, folder_writer, safetensors_file
+from jaxrl_llm.models.hf.config_reader import CheckpointFormatError
+from jaxrl_llm.models.hf.safetensors_file import TensorToWrite
+from jaxrl_llm.models.hf.tensor_names import TensorName, tensor_names
+from jaxrl_llm.models.transformer import Network, Params
+
+_CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_SCORE_NAME = TensorName(
+    ("score",), "base_model.model.score.weight"
+)  # the full head of a scalar network
+_FACTORS = {"lora_a": "lora_A", "lora_b": "lora_B"}
+# Keys of adapter_config.json that do not affect the arithmetic of loaded adapters, or that are
+# checked against the network. All others must hold a neutral value.
+_IGNORED_KEYS = frozenset(
+    [
+        *("peft_type", "r", "lora_alpha", "task_type", "auto_mapping", "peft_version", "revision"),
+        *("base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core"),
+        *("qalora_group_size", "eva_config"),  # used only with use_qalora, and before training
+        # The tensor names already tell which modules have adapters.
+        *("target_modules", "exclude_modules"),
+    ]
+)
+_NEUTRAL_VALUES: tuple[Any, ...] = (None, False, "none", {}, [])
+# Initializations; all others change the base weights that adapters are added to.
+_SUPPORTED_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
+def save(
+    folder: str | pathlib.Path, network: Network, adapters: Params, base_model: str = ""
+) -> None:
+    """Writes the adapters of a network with `folder_writer.write_model_folder`.
+
+    `base_model` is the folder of the frozen weights to name in the file; "" names none. The head
+    of a scalar network is saved in full.
+
+    Raises:
+      CheckpointFormatError: If the folder holds something other than an earlier export, or experts
+        have adapters, which peft stores in another format.
+    """
+    folder = pathlib.Path(folder)
+    folder_writer.check_replaceable(folder)
+    leaves = traverse_util.flatten_dict(adapters)
+    score = leaves.pop(_SCORE_NAME.path, None)
+    if expert_paths := [path for path in leaves if leaves[path].ndim > 3]:
+        modules = sorted({path[-2] for path in expert_paths})
+        raise CheckpointFormatError(
+            f"{folder}: the adapters of experts ({', '.join(modules)}) have no form that peft"
+            " loads; write merged weights instead: leave --adapters out"
+        )
+    names = _adapter_names(network, leaves)
+
+    def tensors() -> Iterator[TensorToWrite]:
+        if score is not None:
+            read = functools.partial(
+                folder_writer.gather_tensor, score, _SCORE_NAME, 0, score.dtype
+            )
+            yield TensorToWrite(_SCORE_NAME.name, np.dtype(score.dtype), score.shape, read)
+        for layer in range(network.shape.num_layers):
+            for name in (name for name in names if layer in name.layers):
+                leaf = leaves[name.path]
+                shape = leaf.shape[:0:-1]
+                read = functools.partial(folder_writer.gather_tensor, leaf, name, layer, leaf.dtype)
+                yield TensorToWrite(name.name.format(layer), np.dtype(leaf.dtype), shape, read)
+
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if score is None else "SEQ_CLS",
+        "modules_to_save": None if score is None else ["score"],
+        "base_model_name_or_path": base_model or None,
+        "r": network.lora.rank,
+        "lora_alpha": network.lora.alpha,
+        "target_modules": sorted({name.name.split(".")[-3] for name in names}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    folder_writer.write_model_folder(
+        folder, {_WEIGHTS_FILE: list(tensors())}, {_CONFIG_FILE: config}
+    )
+
+
+def _adapter_names(network: Network, paths: Iterable[tuple[str, ...]]) -> list[TensorName]:
+    """The adapters at some paths of the parameter tree with their names in a file."""
+    modules = {name.path[:-1]: name for name in tensor_names(network.shape)}
+    names = []
+    for path in paths:
+        base_name = modules[path[:-1]]
+        module = base_name.name.removesuffix(".weight").removesuffix(".bias")
+        file_name = f"base_model.model.{module}.{_FACTORS[path[-1]]}.weight"
+        names.append(TensorName(path, file_name, True, base_name.layers))
+    return names
+
+
+def check(folder: str | pathlib.Path, network: Network) -> None:
+    """Raises CheckpointFormatError where `load` would, without reading weights."""
+    _check_folder(pathlib.Path(folder), network)
+
+
+def load(folder: str | pathlib.Path, network: Network, shardings: Any) -> Params:
+    """The adapters in a folder, bit for bit as `save` wrote them.
+
+    Includes the head of a scalar network if the folder has one.
+
+    Raises:
+      CheckpointFormatError: If the folder is damaged, or its adapters do not match `network.lora`
+        or are of a variant with other arithmetic.
+      NotFiniteError: If a number is NaN or infinite.
+    """
+    names, stored = _check_folder(pathlib.Path(folder), network)
+    leaves, shardings_by_path = _abstract_leaves(network), traverse_util.flatten_dict(shardings)
+    arrays = {}
+    for name in names:
+        tensors = [stored[file] for file in name.file_names]
+        leaf = leaves[name.path]
+        arrays[name.path] = checkpoint.read_parameter(
+            name, tensors, np.dtype(leaf.dtype), leaf.shape, shardings_by_path[name.path]
+        )
+    adapters = traverse_util.unflatten_dict(arrays)
+    finite.check(adapters, str(folder), "the folder is damaged, take another copy of it")
+    return adapters
+
+
+def _abstract_leaves(network: Network) -> dict[tuple[str, ...], Any]:
+    """Shapes and dtypes of all parameters that a folder may hold, by path."""
+    leaves = traverse_util.flatten_dict(network.abstract_adapters())
+    if network.head == "scalar":
+        leaves[_SCORE_NAME.path] = network.abstract_params()["score"]
+    return leaves
+
+
+def _check_folder(folder: pathlib.Path, network: Network):
+    """Checks a folder; the names of its adapters and the stored tensors."""
+    config = config_reader.read_json(folder / _CONFIG_FILE)
+    expected_settings = {
+        "peft_type": "LORA",
+        "r": network.lora.rank,
+        "lora_alpha": network.lora.alpha,
+    }
+    for key, value in expected_settings.items():
+        if config.get(key) != value:
+            remedies = {"r": "; set lora.rank to it", "lora_alpha": "; set lora.alpha to it"}
+            problem = f"{key} is {config.get(key)!r}, expected {value!r}{remedies.get(key, '')}"
+            raise CheckpointFormatError(f"{folder / _CONFIG_FILE}: {problem}")
+    has_score = network.head == "scalar" and config.get("modules_to_save") == ["score"]
+    for key, value in config.items():
+        if (
+            key in _IGNORED_KEYS
+            or value in _NEUTRAL_VALUES
+            or (has_score and key == "modules_to_save")
+        ):
+            continue
+        if key == "init_lora_weights" and value in _SUPPORTED_INITS:
+            continue
+        problem = f"{key} is {value!r:.100}; only plain adapters are implemented"
+        remedy = "convert them with peft, or leave the key out if it changes nothing"
+        raise CheckpointFormatError(f"{folder / _CONFIG_FILE}: {problem}; {remedy}")
+    stored = safetensors_file.read_header(folder / _WEIGHTS_FILE)[0]
+    leaves = _abstract_leaves(network)
+    names = _adapter_names(network, (path for path in leaves if path != _SCORE_NAME.path))
+    expected = {file: leaves[name.path].shape[:0:-1] for name in names for file in name.file_names}
+    if has_score:
+        names.append(_SCORE_NAME)
+        expected[_SCORE_NAME.name] = leaves[_SCORE_NAME.path].shape
+    differing = sorted(
+        name
+        for name in expected.keys() | stored.keys()
+        if name not in stored
+        or stored[name].shape != expected.get(name)
+        or not stored[name].readable
+    )
+    if differing:
+        name = differing[0]
+        actual = (
+            f"{stored[name].dtype_code}{list(stored[name].shape)}" if name in stored else "missing"
+        )
+        expectation = (
+            f"expected {list(expected[name])}" if name in expected else "not of this network"
+        )
+        raise CheckpointFormatError(
+            f"{folder / _WEIGHTS_FILE}: {name} is {actual}, {expectation} ({len(differing)} such"
+            f" tensors); target_modules is {config.get('target_modules')}, lora.targets"
+            f" {list(network.lora.targets)}"
+        )
+    return names, stored

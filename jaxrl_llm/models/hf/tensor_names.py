@@ -1,0 +1,234 @@
+"""Maps the parameters of a network to tensor names and layouts in Hugging Face checkpoints."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxrl_llm.models.architecture import Architecture, LayerStack
+from jaxrl_llm.models.hf.families import FAMILIES
+
+# Modules of a block; a family may override them. An unlisted submodule keeps its own name.
+_MODULES = {
+    "attention_norm": "input_layernorm",
+    "attention": "self_attn",
+    **{f"attention.{ours}": f"self_attn.{ours}_proj" for ours in ("q", "k", "v", "o")},
+    "attention.q_a": "self_attn.q_a_proj",
+    "attention.q_b": "self_attn.q_b_proj",
+    "attention.kv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_b": "self_attn.kv_b_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.router": "mlp.gate",
+    "mlp.shared": "mlp.shared_experts",
+    "mlp.expert.gate": "mlp.experts.{}.gate_proj",
+    "mlp.expert.up": "mlp.experts.{}.up_proj",
+    "mlp.expert.down": "mlp.experts.{}.down_proj",
+}
+_LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorName:
+    """One parameter of the network and the file tensors that hold it.
+
+    A tensor is [out, in] if `transposed`, and may fuse several parameters along its outputs.
+    """
+
+    path: tuple[str, ...]  # keys into the parameter tree
+    name: str  # a format: "{}" is the layer of a stacked parameter, then the expert
+    transposed: bool = False  # [out, in] in the file, [in, out] in the tree
+    layers: tuple[int, ...] = ()  # indices of the stacked layers
+    experts: int = 0  # per layer, one tensor each; 0: one tensor per layer
+    part: int = 0  # position in a fused tensor
+    parts: int = 1  # parameters in the tensor
+    interleaved: bool = False  # fused outputs alternate instead of being concatenated
+    keep_float32: bool = False  # float32 in every file
+
+    @property
+    def is_stacked(self) -> bool:
+        return "layers" in self.path[:2]
+
+    @property
+    def file_names(self) -> list[str]:
+        """Names of the file tensors: one per layer and expert, or a single one."""
+        if not self.is_stacked:
+            return [self.name]
+        return [self.name.format(i, e) for i in self.layers for e in range(self.experts or 1)]
+
+    @property
+    def num_leading_dims(self) -> int:
+        """Leading dims (layers, experts) that the parameter has and the file tensors lack."""
+        return self.is_stacked + (self.experts > 0)
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of each file tensor, from the shape of the parameter."""
+        *inner, outputs = shape[self.num_leading_dims :]
+        stored = (*inner, outputs * self.parts)
+        return stored[::-1] if self.transposed else stored
+
+    def stored_slices(self, block: tuple[slice, ...], stored: tuple[int, ...]) -> tuple[slice, ...]:
+        """The slices of a file tensor of shape `stored` that hold a block of the parameter."""
+        *inner, outputs = block
+        if self.interleaved:
+            first, step = outputs.start * self.parts + self.part, self.parts
+            outputs = slice(first, outputs.stop * self.parts, step)
+        elif self.parts > 1:
+            offset = self.part * (stored[0 if self.transposed else -1] // self.parts)
+            outputs = slice(outputs.start + offset, outputs.stop + offset)
+        stored_slices = (*inner, outputs)
+        return stored_slices[::-1] if self.transposed else stored_slices
+
+    def fused_tensor(self, pieces: list[np.ndarray]) -> np.ndarray:
+        """The fused file tensor of several parameters."""
+        axis = 0 if self.transposed else -1
+        if not self.interleaved:
+            return np.concatenate(pieces, axis)
+        return np.stack(pieces, -1).reshape(*pieces[0].shape[:-1], -1)
+
+
+def tensor_names(shape: Architecture, head: str = "lm") -> tuple[TensorName, ...]:
+    """All parameters of a network with their names in a Hugging Face checkpoint."""
+    names = [TensorName(("embed",), "model.embed_tokens.weight")]
+    for stack in shape.layer_stacks.values():
+        names += _stack_names(shape, stack)
+    names.append(TensorName(("norm", "scale"), "model.norm.weight"))
+    names += _vision_names(shape)
+    if head == "scalar":
+        names.append(TensorName(("score",), "score.weight"))
+    elif not shape.tie_embeddings:
+        names.append(TensorName(("head",), "lm_head.weight"))
+    return tuple(names)
+
+
+def _vision_names(shape: Architecture) -> Iterator[TensorName]:
+    if shape.vision is None:
+        return
+    merger_modules = {"merge_in": "merger.mlp.0", "merge_out": "merger.mlp.2"}
+    yield TensorName(("vision", "patch"), "visual.patch_embed.proj.weight")
+    yield TensorName(("vision", "norm", "scale"), "visual.merger.ln_q.weight")
+    for ours, theirs in merger_modules.items():
+        yield TensorName(("vision", ours, "kernel"), f"visual.{theirs}.weight", transposed=True)
+        yield TensorName(("vision", ours, "bias"), f"visual.{theirs}.bias")
+    layer_indices = tuple(range(shape.vision.num_layers))
+    modules = {
+        "o": "attn.proj",
+        **{f"mlp.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    }
+    projections = [(ours, theirs, 0, 1) for ours, theirs in modules.items()]
+    projections += [(ours, "attn.qkv", part, 3) for part, ours in enumerate("qkv")]
+    for ours, theirs in {"attention_norm": "norm1", "mlp_norm": "norm2"}.items():
+        scale = ("vision", "layers", ours, "scale")
+        yield TensorName(scale, f"visual.blocks.{{}}.{theirs}.weight", layers=layer_indices)
+    for ours, theirs, part, parts in projections:
+        for leaf in ("kernel", "bias"):
+            keys = ("vision", "layers", *ours.split("."), leaf)
+            name = f"visual.blocks.{{}}.{theirs}.{_LEAVES[leaf]}"
+            yield TensorName(keys, name, leaf == "kernel", layer_indices, part=part, parts=parts)
+
+
+def _stack_names(shape: Architecture, stack: LayerStack) -> Iterator[TensorName]:
+    """The parameters of one stack of equal layers."""
+    family = FAMILIES[shape.family]
+    modules = {**_MODULES, **family.module_names}
+
+    def file_module(module: str) -> str:
+        if module in modules:
+            return modules[module]
+        parent, _, submodule = module.rpartition(".")
+        is_projection = submodule in ("gate", "up", "gate_up", "down")
+        return f"{modules.get(parent, parent)}.{submodule}{'_proj' if is_projection else ''}"
+
+    def name(path: str, leaf: str, module: str = "", **fields) -> TensorName:
+        keys = ("layers", stack.name, *path.split("."), leaf)
+        theirs = f"model.layers.{{}}.{file_module(module or path)}.{_LEAVES.get(leaf, leaf)}"
+        return TensorName(keys, theirs, leaf == "kernel", stack.layer_indices, **fields)
+
+    def mlp(path: str, fused: bool = False) -> Iterator[TensorName]:
+        for i, ours in enumerate(("gate", "up")):
+            if fused:
+                yield name(f"{path}.{ours}", "kernel", f"{path}.gate_up", part=i, parts=2)
+            else:
+                yield name(f"{path}.{ours}", "kernel")
+        yield name(f"{path}.down", "kernel")
+
+    yield name("attention_norm", "scale")
+    yield from _attention_names(shape, name)
+    if shape.post_norms:
+        yield name("attention_post_norm", "scale")
+    yield name("mlp_norm", "scale")
+    if not stack.layer.experts:
+        yield from mlp("mlp", family.fused_gate_up)
+    else:
+        yield from _experts_names(shape, name)
+        assert shape.experts is not None
+        if shape.experts.shared_size:
+            yield from mlp("mlp.shared")
+    if shape.post_norms:
+        yield name("mlp_post_norm", "scale")
+
+
+def _attention_names(shape: Architecture, name) -> Iterator[TensorName]:
+    if shape.latent:
+        if shape.latent.q_rank:
+            yield name("attention.q_a", "kernel")
+            yield name("attention.q_norm", "scale")
+            yield name("attention.q_b", "kernel")
+        else:
+            yield name("attention.q", "kernel")
+        yield name("attention.kv_a", "kernel")
+        yield name("attention.kv_norm", "scale")
+        yield name("attention.kv_b", "kernel")
+        yield name("attention.o", "kernel")
+        return
+    for ours in "qkvo":
+        yield name(f"attention.{ours}", "kernel")
+        if shape.o_bias if ours == "o" else shape.qkv_bias:
+            yield name(f"attention.{ours}", "bias")
+    if shape.qk_norm:
+        yield name("attention.q_norm", "scale")
+        yield name("attention.k_norm", "scale")
+    if shape.sinks:
+        yield name("attention", "sinks")
+
+
+def _experts_names(shape: Architecture, name) -> Iterator[TensorName]:
+    experts, fused = shape.experts, FAMILIES[shape.family].fused_experts
+    assert experts is not None
+    yield name("mlp.router", "kernel")
+    if experts.bias:
+        yield name("mlp.router", "bias")
+    if experts.selection_bias:
+        bias = name("mlp.router", "selection_bias")
+        theirs = bias.name.replace("selection_bias", "e_score_correction_bias")
+        yield dataclasses.replace(bias, name=theirs, keep_float32=True)
+    for i, ours in enumerate(("gate", "up", "down")):
+        if not fused:
+            yield name(f"mlp.{ours}", "kernel", f"mlp.expert.{ours}", experts=experts.num)
+            continue
+        fused_fields = {"part": i, "parts": 2, "interleaved": fused == "interleaved"}
+        fields = fused_fields if ours != "down" else {}
+        module = "mlp.expert.gate_up" if ours != "down" else "mlp.expert.down"
+        stacked = name(f"mlp.{ours}", "kernel", module, **fields)
+        theirs = stacked.name.removesuffix(".weight")
+        yield dataclasses.replace(stacked, name=theirs, transposed=False)
+        if experts.bias:
+            path = (*stacked.path[:-1], "bias")
+            yield dataclasses.replace(stacked, path=path, name=theirs + "_bias", transposed=False)
+
+
+def is_ignorable(name: str, shape: Architecture, head: str) -> bool:
+    """Whether a stored tensor is one that this network can ignore.
+
+    These are the output projection under a tied or scalar head, rotary frequencies (older writers
+    stored them), multi-token prediction layers, and the vision encoder of a text-only network.
+    """
+    if name == "lm_head.weight":
+        return head == "scalar" or shape.tie_embeddings
+    if name.startswith("visual."):
+        return shape.vision is None
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if layer and FAMILIES[shape.family].has_mtp_layers:
+        return int(layer[1]) >= shape.num_layers
+    return name.endswith("rotary_emb.inv_freq")

@@ -1,0 +1,264 @@
+"""Compiled programs of an engine: static and donated arguments, shardings, and the warm-up."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.config import SpeculationConfig
+from jaxrl_llm.config.kv_cache_sizing import cache_pages
+from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.packing.packed_batch import bucket
+from jaxrl_llm.rollout.engine import (
+    decode_attention,
+    device_programs,
+    host_inputs,
+    kv_cache,
+    prefill,
+)
+from jaxrl_llm.rollout.engine.device_programs import DecodeState
+from jaxrl_llm.rollout.engine.page_allocator import CacheLayout
+from jaxrl_llm.sharding import mesh as mesh_lib
+
+MOVES = 4  # samples moved by one call
+_WINDOW_STEP = 64  # finer windows would save less time than their compilation costs
+
+
+class Program(NamedTuple):
+    """A call that compiles a program without changing any slot."""
+
+    name: str
+    call: Callable[[Params, DecodeState], DecodeState]
+
+
+class EnginePrograms:
+    """One jitted function for each of `warmup_programs`, called under the mesh; built as `Engine`
+    is.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        mesh: Mesh,
+        num_slots: int,
+        max_tokens: int,
+        chunk_steps: int,
+        layout: str,
+        speculation: SpeculationConfig,
+        keeps_routes: bool,
+        cache_tokens: int = 0,
+    ):
+        self.mesh, self.num_slots, self.max_tokens = mesh, num_slots, max_tokens
+        self.wait_compiled: Callable[[], None] = lambda: (
+            None
+        )  # waits for programs compiled in the background
+        self.num_routes = network.num_routes if keeps_routes else 0
+        self._replicated = mesh_lib.replicated(mesh)
+        with_rules = mesh_lib.axis_rules(mesh_lib.ROLLOUT_ACTIVATIONS[layout])
+        # Two programs: one for refills, one for the first fill.
+        self.insert_sizes = (min(num_slots, max(8, num_slots // 8)), num_slots)
+        device = mesh.devices.flat[0]
+        reader = decode_attention.cache_reader_for(network, device)
+        # Cache windows that are copied out of the pages: for decode chunks, and for `extend`.
+        self.windows = cache_windows(max_tokens) if reader == "gather" else (max_tokens,)
+        self.read_windows = (max_tokens,) if reader == "own" else cache_windows(max_tokens)
+        self.cache_sharding = split = with_rules(kv_cache.cache_sharding)(
+            network.shape, num_slots, mesh
+        )
+        shards = kv_cache.num_shards(mesh, split.slot_axes)
+        sizes = cache_pages(cache_tokens, device.platform, max_tokens, num_slots, shards)
+        self.pages = CacheLayout(*sizes, max_tokens, num_slots, shards)
+        self.history_tokens = max_tokens if speculation.draft_tokens else 0
+
+        @with_rules
+        def empty():
+            return device_programs.empty_state(
+                network,
+                num_slots,
+                *sizes,
+                self.history_tokens,
+                transposed_values=reader not in ("gather", "own"),
+            )
+
+        def sharding(a):
+            dims = split.array_spec if a.ndim == 4 else PartitionSpec(split.slot_axes)
+            return NamedSharding(mesh, dims)
+
+        # Fixed output shardings: the compiler could otherwise shard the new state differently from
+        # the old one, and the next call would compile again.
+        with jax.set_mesh(mesh):
+            self.state_shardings = jax.tree.map(sharding, jax.eval_shape(empty))
+            self.empty = jax.jit(empty, out_shardings=self.state_shardings)
+            self.abstract_state = jax.eval_shape(self.empty)
+        prefill_program = _named_partial(
+            prefill.prefill, network, piece_tokens=prefill.PREFILL_CHUNK_TOKENS
+        )
+        self.prefill = jax.jit(with_rules(prefill_program))
+        jit_with_outputs = functools.partial(
+            jax.jit, out_shardings=(self.state_shardings, self._replicated)
+        )
+        switches = ("filtered", "num_top")
+        insert = _named_partial(device_programs.insert, split=split)
+        self.insert = jit_with_outputs(
+            with_rules(insert), static_argnames=switches, donate_argnums=0
+        )
+        extend = _named_partial(
+            device_programs.extend, network, split=split, reader=reader, keeps_routes=keeps_routes
+        )
+        self.extend = jax.jit(
+            with_rules(extend),
+            out_shardings=(self.state_shardings, self._replicated, self._replicated),
+            static_argnames=("window", *switches),
+            donate_argnums=1,
+        )
+        decode = _named_partial(
+            device_programs.generate,
+            network,
+            split=split,
+            num_steps=chunk_steps,
+            draft_tokens=speculation.draft_tokens,
+            ngram_tokens=speculation.ngram_tokens,
+            reader=reader,
+            keeps_routes=keeps_routes,
+        )
+        statics = ("num_slots", "window", *switches)
+        self.generate = jit_with_outputs(
+            with_rules(decode), static_argnames=statics, donate_argnums=1
+        )
+        in_place = functools.partial(jax.jit, donate_argnums=0, out_shardings=self.state_shardings)
+        self.release = in_place(device_programs.release)
+        self.move = in_place(device_programs.move)
+        # Slots split over devices cannot be compacted: all of them decode, always.
+        self.slot_counts = (num_slots,) if split.slot_axes else slot_counts(num_slots)
+
+    def num_writes(self, prefix: prefill.Prefix, size: int) -> int:
+        """Number of pages written by an insert of `size` samples: prompts once, plus their ends."""
+        return prefix.tokens.shape[0] // self.pages.page_tokens + size
+
+    def lower_prefill(
+        self, params: Params, num_prompts: int, prompt_tokens: int, vector_size: int = 0
+    ) -> jax.stages.Lowered:
+        """Lowers the largest prefill program for such prompts; `params` may be abstract.
+
+        With `vector_size`, the size of image embeddings, prompts have images.
+        """
+        shape = host_inputs.all_prefill_shapes(num_prompts, prompt_tokens, self.max_tokens)[-1]
+        rows = jax.tree.map(
+            self.abstract, host_inputs.empty_prompt_rows(*shape, self.num_routes, vector_size)
+        )
+        return self.prefill.lower(params, rows)
+
+    def lower_generate(self, params: Params, window: int = 0) -> jax.stages.Lowered:
+        """Lowers the decode chunk of all slots; `window` 0 is the widest."""
+        with jax.set_mesh(self.mesh):
+            return self.generate.lower(
+                params,
+                self.abstract_state,
+                self.abstract(self.pages.table([], self.num_slots)),
+                self.abstract(np.int32(0)),
+                num_slots=self.num_slots,
+                window=window or self.max_tokens,
+                filtered=False,
+                num_top=0,
+            )
+
+    def abstract(self, array: Any) -> jax.ShapeDtypeStruct:
+        """Shape and replicated sharding of an array."""
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._replicated)
+
+    def warmup_programs(
+        self,
+        num_prompts: int,
+        prompt_tokens: int,
+        filters: Sequence[bool] = (False,),
+    ) -> list[Program]:
+        """Warm-up programs, the smallest first.
+
+        Afterwards nothing compiles while up to `num_prompts` prompts of up to `prompt_tokens` are
+        prefilled together, unless a request asks for top log-probs. `filters` are the values of
+        `SamplingParams.is_filtered`, each with its own programs.
+        """
+        shapes = {
+            shape
+            for count in range(1, num_prompts + 1)
+            for shape in host_inputs.all_prefill_shapes(count, prompt_tokens, self.max_tokens)
+        }
+        programs_by_order: dict[tuple[int, ...], Program] = {}  # by their order
+        for filtered in filters:
+            suffix = ", filtered" if filtered else ""
+            for rows, width in shapes:
+                programs_by_order[filtered, self.slot_counts[0], width, 0, rows] = Program(
+                    f"prefill of {rows} x {width} tokens{suffix}",
+                    functools.partial(self._warm_up_insert, rows, width, filtered),
+                )
+            for slots, window in itertools.product(self.slot_counts, self.windows):
+                programs_by_order[filtered, slots, window, 1, 0] = Program(
+                    f"decoding of {slots} slots x {window} tokens{suffix}",
+                    functools.partial(self._warm_up_generate, slots, window, filtered),
+                )
+        moving = [Program("moving samples", self._warm_up_move)] if programs_by_order else []
+        return moving + [programs_by_order[order] for order in sorted(programs_by_order)]
+
+    def _warm_up_move(self, params: Params, state: DecodeState) -> DecodeState:
+        nowhere = np.full(MOVES, self.num_slots, np.int32)
+        return self.release(self.move(state, nowhere, nowhere), np.zeros(self.num_slots, bool))
+
+    def _warm_up_insert(
+        self, rows: int, width: int, filtered: bool, params: Params, state: DecodeState
+    ) -> DecodeState:
+        prefix = self.prefill(params, host_inputs.empty_prompt_rows(rows, width, self.num_routes))
+        for size in dict.fromkeys(self.insert_sizes):
+            no_samples = host_inputs.insert_args([], size, self.num_slots)
+            no_writes = host_inputs.page_writes(
+                [], self.num_writes(prefix, size), self.pages.num_pages
+            )
+            state, _ = self.insert(
+                state, prefix, no_samples, no_writes, filtered=filtered, num_top=0
+            )
+        return state
+
+    def _warm_up_generate(
+        self,
+        num_slots: int,
+        window: int,
+        filtered: bool,
+        params: Params,
+        state: DecodeState,
+    ) -> DecodeState:
+        enough_free = np.int32(0)  # slots: reached before the first step
+        table = self.pages.table([], self.num_slots)
+        sizes = {"num_slots": num_slots, "window": window, "filtered": filtered, "num_top": 0}
+        return self.generate(params, state, table, enough_free, **sizes)[0]
+
+
+def slot_counts(num_slots: int) -> tuple[int, ...]:
+    """Numbers of slots for which decode programs exist.
+
+    >>> slot_counts(48)
+    (12, 24, 48)
+    """
+    halves = [num_slots >> i for i in reversed(range(16)) if num_slots % (1 << i) == 0]
+    return tuple(n for n in halves if n >= 8 or n == num_slots)
+
+
+def _named_partial(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """A partial function with a name, which compilers and the console show."""
+    partial: Any = functools.partial(function, *args, **kwargs)
+    partial.__name__ = function.__name__
+    return partial
+
+
+def cache_windows(max_tokens: int) -> tuple[int, ...]:
+    """Cache windows that a decode step may read: two sizes an octave, over four octaves.
+
+    >>> cache_windows(1000)
+    (64, 128, 192, 256, 384, 512, 768, 1000)
+    """
+    smallest = max(_WINDOW_STEP, bucket(max_tokens) // 16)
+    octaves = [smallest << i for i in range(5)]
+    between = [size * 3 // 2 for size in octaves if size >= 2 * _WINDOW_STEP]
+    return (*(size for size in sorted([*octaves, *between]) if size < max_tokens), max_tokens)

@@ -1,0 +1,450 @@
+"""Device programs of rollout after prefill: insert, extend, generate, move, release.
+
+Rollout parameters and the cache have one entry per layer instead of stacked layers: a decode step
+that scans stacked arrays copies the whole cache every step.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.models.attention_modules import AttentionInputs
+from jaxrl_llm.models.image_inputs import ImageInputs
+from jaxrl_llm.models.transformer import ROUTE_DTYPE, Network, Params
+from jaxrl_llm.rollout.engine import decode_attention, kv_cache, token_sampling
+from jaxrl_llm.rollout.engine.decode_attention import CacheReader
+from jaxrl_llm.rollout.engine.kv_cache import (
+    NO_POSITION,
+    REPLICATED,
+    Cache,
+    CacheSharding,
+    ContiguousView,
+    PagedView,
+    WriteBuffer,
+)
+from jaxrl_llm.rollout.engine.prefill import Prefix
+from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS
+from jaxrl_llm.rollout.engine.token_sampling import SamplerState
+
+NO_CACHE = Cache((), ())
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """State of all decode slots. A slot is active while `remaining` is positive."""
+
+    cache: Cache
+    tokens: Int[Array, " S"]  # sampled last, not in the cache yet
+    positions: Int[Array, " S"]  # of that token in its sequence
+    rotary_offsets: Int[
+        Array, " S"
+    ]  # added for rotary positions: images use fewer positions than tokens
+    remaining: Int[Array, " S"]  # tokens that may still be sampled
+    stop_tokens: Int[Array, "S stops"]  # tokens that end the sample; -1 is none
+    history: Int[Array, "S T"]  # all tokens by position, for speculation; T is 0 without
+    sampler: SamplerState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """Sampled tokens; shares no memory with the state, so it survives the next call's donation.
+
+    "rounds" are steps times the most tokens per slot and step. `insert` has one round, and S counts
+    its samples.
+    """
+
+    tokens: Int[Array, "rounds S"]  # -1: none, the slot was inactive or a draft rejected
+    log_probs: Float[Array, "rounds S"]
+    top_tokens: Int[Array, "rounds S k"]
+    top_log_probs: Float[Array, "rounds S k"]
+    # Experts chosen for the token before each; empty from `insert`.
+    routes: Int[Array, "rounds S routes"]
+    remaining: Int[Array, " S"]  # tokens that may still be sampled; 0: the sample ended
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class InsertArgs:
+    """Samples that enter slots. A slot number past the last one is padding."""
+
+    prompt_indices: Int[Array, " n"]  # index in the prefix
+    slots: Int[Array, " n"]
+    max_new_tokens: Int[Array, " n"]  # tokens that may be sampled, at least 1
+    stop_tokens: Int[Array, "n stops"]
+    sampler: SamplerState
+    rotary_offsets: Int[Array, " n"]  # of rotary positions, see `DecodeState`
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PageWrites:
+    """Prefix tokens to write to pages. A page id past the last one is padding."""
+
+    page_ids: Int[Array, " n"]
+    prompt_indices: Int[Array, " n"]  # index in the prefix
+    offsets: Int[Array, " n"]  # of the page's first token in the prompt
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChunkedPrefill:
+    """Tokens of n samples that follow those in their pages (chunked prefill)."""
+
+    tokens: Int[Array, "n W"]
+    lengths: Int[Array, " n"]  # of each without padding, at least 1
+    cached_lengths: Int[Array, " n"]  # tokens in the cache before them
+    table: Int[Array, "n pages"]
+    history: Int[Array, "n T"]  # all tokens by position, for speculation; T is 0 without
+    sights: ImageInputs | None = None  # image inputs; None: no images
+
+
+def empty_state(
+    network: Network,
+    num_slots: int,
+    num_pages: int,
+    page_tokens: int,
+    history_tokens: int = 0,
+    *,
+    transposed_values: bool = False,
+) -> DecodeState:
+    """Free slots and an empty cache; speculation needs `history_tokens` of the longest sequence.
+
+    `transposed_values` as in `Cache`.
+    """
+    page_sizes = num_pages, page_tokens
+    zeros = jnp.zeros(num_slots, jnp.int32)
+    ones = jnp.ones(num_slots, jnp.float32)
+    keys = jnp.zeros((num_slots, 2), jnp.uint32)
+    return DecodeState(
+        cache=kv_cache.empty_cache(
+            network.shape, *page_sizes, network.cached_dtype, transposed_values=transposed_values
+        ),
+        tokens=zeros,
+        positions=zeros,
+        rotary_offsets=zeros,
+        remaining=zeros,
+        stop_tokens=jnp.full((num_slots, NUM_STOP_TOKENS), -1, jnp.int32),
+        history=jnp.zeros((num_slots, history_tokens), jnp.int32),
+        sampler=SamplerState(keys, ones, zeros, ones, jnp.zeros_like(ones)),
+    )
+
+
+def insert(
+    state: DecodeState,
+    prefix: Prefix,
+    admission: InsertArgs,
+    writes: PageWrites,
+    *,
+    split: CacheSharding = REPLICATED,
+    filtered: bool,
+    num_top: int,
+) -> tuple[DecodeState, Outputs]:
+    """Writes prompts to pages and samples the first token of each sample, a column of outputs."""
+    a = admission
+    lengths, logits = prefix.lengths[a.prompt_indices], prefix.logits[a.prompt_indices]
+    state, outputs = _enter(state, a, logits, lengths, filtered, num_top)
+    history = state.history
+    if history.shape[1]:
+        # Tokens past the end of a prompt are overwritten before they are read.
+        starts, width = prefix.starts[a.prompt_indices], prefix.width
+        cut = lambda at: lax.dynamic_slice_in_dim(prefix.tokens, at, width)  # noqa: E731
+        history = history.at[a.slots, :width].set(jax.vmap(cut)(starts), mode="drop")
+        history = history.at[a.slots, lengths].set(outputs.tokens[0], mode="drop")
+    starts = prefix.starts[writes.prompt_indices] + writes.offsets
+    cache = kv_cache.write_prompt_pages(
+        state.cache, split, writes.page_ids, starts, prefix.keys, prefix.values
+    )
+    return dataclasses.replace(state, cache=cache, history=history), outputs
+
+
+def _enter(
+    state: DecodeState, admission: InsertArgs, logits, lengths, filtered: bool, num_top: int
+) -> tuple[DecodeState, Outputs]:
+    """Samples the token after the first `lengths` of each sample, and initializes its slot."""
+    tokens, log_probs = token_sampling.sample(logits, lengths, admission.sampler, filtered=filtered)
+    tops = token_sampling.top_log_probs(logits, admission.sampler, num_top)
+    remaining = jnp.where(_is_stop(tokens, admission.stop_tokens), 0, admission.max_new_tokens - 1)
+
+    def write_slots(target, value):
+        return target.at[admission.slots].set(value, mode="drop")
+
+    state = dataclasses.replace(
+        state,
+        tokens=write_slots(state.tokens, tokens),
+        positions=write_slots(state.positions, lengths),
+        rotary_offsets=write_slots(state.rotary_offsets, admission.rotary_offsets),
+        remaining=write_slots(state.remaining, remaining),
+        stop_tokens=write_slots(state.stop_tokens, admission.stop_tokens),
+        sampler=jax.tree.map(write_slots, state.sampler, admission.sampler),
+    )
+    no_routes = jnp.zeros((len(tokens), 0), ROUTE_DTYPE)
+    columns = [a[None] for a in (tokens, log_probs, *tops, no_routes)]
+    return state, Outputs(*[*columns, remaining + 0])
+
+
+def extend(
+    network: Network,
+    params: Params,
+    state: DecodeState,
+    continuation: ChunkedPrefill,
+    admission: InsertArgs,
+    *,
+    split: CacheSharding = REPLICATED,
+    window: int,
+    reader: CacheReader,
+    filtered: bool,
+    num_top: int,
+    keeps_routes: bool = False,
+) -> tuple[DecodeState, Outputs, Int[Array, "n W routes"]]:
+    """Chunked prefill: reads tokens that follow those in pages, and samples the next of each.
+
+    Args:
+      admission: As for `insert`; `prompt_indices` is not used.
+      window: Static; at least the cached tokens of every sample.
+      reader: Static, as for `generate`; but on accelerators this many queries read a copy.
+
+    Returns:
+      The state, outputs as from `insert`, and the experts that the router chose for the tokens;
+      [n, W, 0] unless `keeps_routes`.
+    """
+    (count, width), sights = continuation.tokens.shape, continuation.sights
+    slots = len(state.tokens)
+    query_positions = continuation.cached_lengths[:, None] + jnp.arange(width)
+    is_token = (jnp.arange(width) < continuation.lengths[:, None]) & (admission.slots < slots)[
+        :, None
+    ]
+    positions = jnp.where(is_token, query_positions, NO_POSITION)
+    recent = kv_cache.empty_write_buffer(network.shape, count, width, state.cache.keys[0].dtype)
+    copies_cache = reader != "own"
+    cache_view: ContiguousView | PagedView = PagedView(state.cache, continuation.table, {}, reader)
+    if copies_cache:
+        cache_view = kv_cache.gather_pages(
+            state.cache, split, continuation.table, window, by_slot=False
+        )
+    visibility = decode_attention.make_visibility(
+        network.shape,
+        query_positions,
+        continuation.cached_lengths,
+        positions,
+        window if copies_cache else 0,
+    )
+    offsets = admission.rotary_offsets[:, None]
+    rotary = network.rotary(query_positions + offsets if sights is None else sights.positions)
+    x, keys, values, routes = _forward(
+        network,
+        params,
+        cache_view,
+        split,
+        recent,
+        jnp.int32(0),
+        continuation.tokens,
+        rotary,
+        visibility,
+        sights,
+    )
+    last_hidden = jnp.take_along_axis(x, (continuation.lengths - 1)[:, None, None], axis=1)
+    logits = network.logits(params, network.norm(params, last_hidden))[:, 0]
+    lengths = continuation.cached_lengths + continuation.lengths
+    state, outputs = _enter(state, admission, logits, lengths, filtered, num_top)
+    history = state.history
+    if history.shape[1]:
+        history = history.at[admission.slots].set(continuation.history, mode="drop")
+        history = history.at[admission.slots, lengths].set(outputs.tokens[0], mode="drop")
+    # Writing the donated cache before all layers have read it would copy it. The page table gets a
+    # fake dependency on the output (+ 0), so that the write comes last.
+    table = continuation.table + (x[0, 0, 0] > jnp.inf)
+    recent = WriteBuffer(keys, values, positions)
+    cache = kv_cache.flush_buffer(state.cache, split, recent, table, by_slot=False)
+    state = dataclasses.replace(state, cache=cache, history=history)
+    return state, outputs, routes[..., : network.num_routes if keeps_routes else 0]
+
+
+def move(state: DecodeState, sources: Int[Array, " n"], targets: Int[Array, " n"]) -> DecodeState:
+    """Moves samples to free slots, pages unchanged; a target past the last slot is padding."""
+    put = lambda a, value: a.at[targets].set(value, mode="drop")  # noqa: E731
+    slots = state.remaining.shape[0]
+    vacated = jnp.where(targets < slots, sources, slots)
+    remaining = put(state.remaining.at[vacated].set(0, mode="drop"), state.remaining[sources])
+    small = dataclasses.replace(state, cache=NO_CACHE)
+    small = jax.tree.map(lambda a: put(a, a[sources]), small)
+    return dataclasses.replace(small, cache=state.cache, remaining=remaining)
+
+
+def release(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:
+    """Deactivates slots, ending their samples."""
+    return dataclasses.replace(state, remaining=jnp.where(slots, 0, state.remaining))
+
+
+def _is_stop(tokens: Int[Array, " S"], stops: Int[Array, "S stops"]) -> Bool[Array, " S"]:
+    return (tokens[:, None] == stops).any(-1)
+
+
+def generate(
+    network: Network,
+    params: Params,
+    state: DecodeState,
+    table: Int[Array, "S pages"],
+    free_target: Int[Array, ""],
+    *,
+    split: CacheSharding = REPLICATED,
+    num_steps: int,
+    num_slots: int,
+    window: int,
+    reader: CacheReader,
+    filtered: bool,
+    num_top: int,
+    draft_tokens: int = 0,
+    ngram_tokens: int = 0,
+    keeps_routes: bool = False,
+) -> tuple[DecodeState, Outputs]:
+    """Decodes a chunk: until `num_steps` are done, or `free_target` slots are free for refill.
+
+    Args, static except for the page table of all slots and `free_target`:
+      split: Sharding of slots and pages over devices.
+      num_slots: Slots from this one on are free and not computed.
+      window: At least the tokens of every slot before the first step.
+      reader: How attention reads the cache.
+      num_top: Number of most likely tokens to report.
+      keeps_routes: Whether to report the experts chosen for each token.
+    """
+    width = 1 + draft_tokens
+    table = table[:num_slots]
+    small = dataclasses.replace(state, cache=NO_CACHE)
+    live = jax.tree.map(lambda a: a[:num_slots], small)
+    cached_ends = live.positions  # one past the last position in the pages
+    cache_args = network.shape, state.cache, split, table
+    cache_view = decode_attention.make_cache_view(
+        *cache_args, jnp.where(live.remaining > 0, cached_ends, 0), window, reader
+    )
+    num_tokens = num_steps * width
+    recent = kv_cache.empty_write_buffer(
+        network.shape, num_slots, num_tokens, state.cache.keys[0].dtype
+    )
+    first_positions = live.positions[:, None]
+    angles = network.rotary(first_positions + live.rotary_offsets[:, None] + jnp.arange(num_tokens))
+    num_routes = network.num_routes if keeps_routes else 0
+
+    def step(carry):
+        """Feeds every active slot its last token and samples the next.
+
+        With speculation it feeds Q - 1 drafts after that token, samples after each of them, and
+        accepts the samples after right drafts. Inactive slots are computed but change nothing. The
+        step's tokens are at `start` in `recent`; `live` is the slots' state without the cache.
+        """
+        number, live, recent, outputs = carry
+        start = number * width
+        active = live.remaining > 0
+        inputs = live.tokens[:, None]  # [S, Q]
+        drafts = inputs[:, :0]
+        if draft_tokens:
+            history = live.history[:, : window + num_tokens]
+            drafts = token_sampling.prompt_lookup_drafts(
+                history, live.positions, draft_tokens, ngram_tokens
+            )
+            inputs = jnp.concatenate([inputs, jnp.maximum(drafts, 0)], axis=1)
+        query_positions = live.positions[:, None] + jnp.arange(width)
+
+        def positions_of_first(count: Int[Array, " S"]) -> Int[Array, "S recent"]:
+            positions = jnp.where(jnp.arange(width) < count[:, None], query_positions, NO_POSITION)
+            return lax.dynamic_update_slice_in_dim(recent.positions, positions, start, axis=1)
+
+        positions = positions_of_first(jnp.where(active, width, 0))
+        # Inactive slots see no page, so kernels skip theirs. Computed here once for all layers.
+        active_ends = jnp.where(active, cached_ends, 0)
+        copied_window = window if reader == "gather" else 0
+        visibility = decode_attention.make_visibility(
+            network.shape, query_positions, active_ends, positions, copied_window
+        )
+        steps = (query_positions - first_positions)[:, :, None, None]
+        rotary = jax.tree.map(lambda table: jnp.take_along_axis(table, steps, axis=1), angles)
+        x, keys, values, routes = _forward(
+            network, params, cache_view, split, recent, start, inputs, rotary, visibility
+        )
+        logits = network.logits(params, network.norm(params, x))
+        routes = routes[..., :num_routes]
+        next_positions = query_positions + 1
+        flat = logits.reshape(num_slots * width, -1)
+        sampler = jax.tree.map(lambda a: jnp.repeat(a, width, axis=0), live.sampler)
+        sampled = (
+            *token_sampling.sample(flat, next_positions.reshape(-1), sampler, filtered=filtered),
+            *token_sampling.top_log_probs(flat, sampler, num_top),
+        )
+        drawn, log_probs, *tops = (a.reshape(num_slots, width, *a.shape[1:]) for a in sampled)
+        if draft_tokens:
+            accepted = token_sampling.acceptance_mask(
+                drawn, drafts, live.stop_tokens, live.remaining
+            )
+            count = accepted.sum(axis=1)
+            last = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+            end = live.history.shape[1]  # past it: dropped
+            write_at = jnp.where(accepted, next_positions, end + jnp.arange(width))
+            history = live.history.at[jnp.arange(num_slots)[:, None], write_at].set(
+                drawn, mode="drop", unique_indices=True
+            )
+            positions = positions_of_first(count)
+        else:
+            accepted, count, last, history = active[:, None], active, drawn[:, 0], live.history
+        tokens = jnp.where(active, last, live.tokens)
+        remaining = jnp.where(_is_stop(tokens, live.stop_tokens), 0, live.remaining - count)
+        live = dataclasses.replace(
+            live,
+            tokens=tokens,
+            positions=live.positions + count,
+            remaining=jnp.where(active, remaining, 0),
+            history=history,
+        )
+        step_outputs = (
+            jnp.where(accepted, drawn, -1),
+            jnp.where(accepted, log_probs, 0.0),
+            *tops,
+            routes,
+        )
+        outputs = tuple(
+            array.at[number].set(jnp.swapaxes(row, 0, 1))
+            for array, row in zip(outputs, step_outputs, strict=True)
+        )
+        return number + 1, live, WriteBuffer(keys, values, positions), outputs
+
+    def unfinished(carry):
+        number, live, *_ = carry
+        return (number < num_steps) & ((live.remaining == 0).sum() < free_target)
+
+    dims = (num_steps, width, num_slots)
+    tokens, log_probs = jnp.full(dims, -1, jnp.int32), jnp.zeros(dims, jnp.float32)
+    tops = (jnp.zeros((*dims, num_top), dtype) for dtype in (jnp.int32, jnp.float32))
+    empty_outputs = (tokens, log_probs, *tops, jnp.zeros((*dims, num_routes), ROUTE_DTYPE))
+    _, live, recent, outputs = lax.while_loop(unfinished, step, (0, live, recent, empty_outputs))
+    cache = kv_cache.flush_buffer(state.cache, split, recent, table, by_slot=True)
+    rounds = [a.reshape(num_tokens, *a.shape[2:]) for a in outputs]
+    small = jax.tree.map(lambda whole, part: whole.at[:num_slots].set(part), small, live)
+    return dataclasses.replace(small, cache=cache), Outputs(*[*rounds, live.remaining + 0])
+
+
+def _forward(
+    network, params, cache_view, split, recent, start, inputs, rotary, visibility, sights=None
+):
+    """Last hidden states [S, Q, D], recent keys and values with this step's, and routes."""
+    x = network.embed(params, inputs, sights)
+    cached, chosen_experts = [], []
+    for i, (layer, kind) in enumerate(
+        zip(params["layers"], network.shape.layer_types, strict=True)
+    ):
+
+        def attend(a: AttentionInputs, i=i):
+            layer_recent = kv_cache.append_to_buffer(recent, i, start, a.cache_entries)
+            return decode_attention.cached_attention(
+                network, cache_view, split, i, a, layer_recent, visibility
+            ), layer_recent
+
+        x, layer_recent, routed = network.block(layer, x, rotary, attend, kind, compressed=True)
+        cached.append(layer_recent)
+        chosen_experts += [routed.chosen] if routed else []
+    keys, *values = zip(*cached, strict=True)
+    no_routes = jnp.zeros((*inputs.shape, 0), ROUTE_DTYPE)
+    routes = network.flatten_routes(jnp.stack(chosen_experts)) if chosen_experts else no_routes
+    return x, keys, values[0] if values else (), routes

@@ -1,0 +1,416 @@
+"""Paged KV cache: pages that decode steps only read, and a buffer of recent tokens they write.
+
+A page holds consecutive positions of one sequence, or of several with a common prefix; a page
+table lists the pages of each sequence. A step writes one token per slot, each at its own position:
+written to the cache directly, that is a scatter per layer and step, and a program that writes an
+array copies what it also reads of it. So the tokens of a chunk of steps go to a buffer, in the
+order of the steps, and are flushed to the pages when the chunk ends.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.config.kv_cache_sizing import SequenceLengths, choose_slots
+from jaxrl_llm.models import quantization
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.sharding import mesh as mesh_lib
+
+KV_AXES = ("batch", "kv_heads", None, None)  # logical axes of keys and values
+_LOGITS_HELD = 3  # live float32 arrays as large as the logits in a decode step, logits included
+NO_POSITION = np.iinfo(np.int32).max  # position of an empty entry: past every query, never visible
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of all pages, one array per layer.
+
+    The position is the last dim of keys, so that a matmul reads them contiguously. Latent
+    attention caches one head of keys and no values, see `Architecture.kv_cache_sizes`. Pages are
+    sharded like
+    slots: a shard has the pages of its own slots.
+    """
+
+    keys: tuple[Float[Array, "pages K H page"], ...]
+    values: tuple[Float[Array, "pages K _ _"], ...]  # (): they are the first dims of keys
+    # Whether the position is the last dim of values too, as accelerators prefer: their tiles of
+    # 128 lanes are full whatever the head size. Else it is the last but one.
+    transposed_values: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def page_tokens(self) -> int:
+        return self.keys[0].shape[3]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ContiguousView:
+    """Contiguous keys and values of some sequences by position, copied out of their pages."""
+
+    keys: tuple[Float[Array, "S K H window"], ...]
+    values: tuple[Float[Array, "S K window value"], ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedView:
+    """Keys and values of some sequences, read in place through their page table."""
+
+    cache: Cache
+    table: Int[Array, "S pages"]
+    page_schedules: dict[
+        tuple[int, int], Any
+    ]  # page schedules of the TPU kernel by attention kind; else {}
+    reader: str = dataclasses.field(metadata={"static": True})  # `attending.CacheReader`
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WriteBuffer:
+    """Keys and values of each slot's tokens that have not been flushed to the pages yet."""
+
+    keys: tuple[Float[Array, "S K H recent"], ...]  # one per layer
+    values: tuple[Float[Array, "S K recent value"], ...]
+    positions: Int[Array, "S recent"]  # `NO_POSITION`: empty, or an inactive slot's token
+
+
+class CacheSharding(NamedTuple):
+    """Mesh axes over which the KV cache is sharded: slots (and their pages), and KV heads."""
+
+    slot_axes: Any = None
+    head_axes: Any = None
+
+    @property
+    def array_spec(self) -> PartitionSpec:  # of keys and values
+        return PartitionSpec(self.slot_axes, self.head_axes)
+
+
+REPLICATED = CacheSharding()
+
+
+def cache_sharding(shape: Architecture, num_slots: int, mesh: Mesh) -> CacheSharding:
+    """Sharding of the cache of `num_slots` slots under the current logical axis rules."""
+    spec = mesh_lib.activation_sharding(
+        (num_slots, shape.kv_cache_sizes[0]), KV_AXES[:2], mesh
+    ).spec
+    return CacheSharding(*spec)
+
+
+def empty_cache(
+    shape: Architecture, num_pages: int, page_tokens: int, dtype, *, transposed_values: bool = False
+) -> Cache:
+    """A cache of zeros."""
+    heads, key_size, value_size = shape.kv_cache_sizes
+    layers, leading_dims = range(shape.num_layers), (num_pages, heads)
+    value_dims = (value_size, page_tokens) if transposed_values else (page_tokens, value_size)
+    return Cache(
+        tuple(jnp.zeros((*leading_dims, key_size, page_tokens), dtype) for _ in layers),
+        tuple(jnp.zeros((*leading_dims, *value_dims), dtype) for _ in layers) if value_size else (),
+        transposed_values,
+    )
+
+
+def empty_write_buffer(shape: Architecture, num_slots: int, num_tokens: int, dtype) -> WriteBuffer:
+    """An empty buffer for `num_tokens` recent tokens per slot."""
+    heads, key_size, value_size = shape.kv_cache_sizes
+
+    def zeros(*dims: int) -> Array:
+        return mesh_lib.constrain(jnp.zeros((num_slots, heads, *dims), dtype), *KV_AXES)
+
+    layers = range(shape.num_layers)
+    return WriteBuffer(
+        tuple(zeros(key_size, num_tokens) for _ in layers),
+        tuple(zeros(num_tokens, value_size) for _ in layers) if value_size else (),
+        jnp.full((num_slots, num_tokens), NO_POSITION, jnp.int32),
+    )
+
+
+def num_shards(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...] | None) -> int:
+    """Number of shards of a dim whose `PartitionSpec` entry is `axes`."""
+    names = (axes,) if isinstance(axes, str) else axes or ()
+    return math.prod(mesh.shape[axis] for axis in names)
+
+
+def map_over_shards(function: Callable, in_specs: Sequence[Any], out_specs: Any) -> Callable:
+    """`function` mapped over the shards of the current mesh; itself on a single device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return function
+    return jax.shard_map(function, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
+
+
+def local_page_ids(
+    pages: Int[Array, "..."], num_pages: int, split: CacheSharding
+) -> Int[Array, "..."]:
+    """Page ids local to this shard's arrays; `num_pages` marks the pages of other shards.
+
+    Only inside a function of `map_over_shards`.
+    """
+    if not split.slot_axes:
+        return pages
+    shard_pages = pages - lax.axis_index(split.slot_axes) * num_pages
+    return jnp.where((shard_pages >= 0) & (shard_pages < num_pages), shard_pages, num_pages)
+
+
+def write_prompt_pages(
+    cache: Cache,
+    split: CacheSharding,
+    pages: Int[Array, " n"],
+    starts: Int[Array, " n"],
+    keys: Sequence[Float[Array, "K tokens H"]],
+    values: Sequence[Float[Array, "K tokens value"]],
+) -> Cache:
+    """Writes one page of tokens from each start on; page ids past the last are dropped.
+
+    Positions past the end of the tokens get arbitrary values.
+    """
+    size = cache.page_tokens
+
+    def write(cache, pages, starts, keys, values):
+        shard_pages = local_page_ids(pages, cache.keys[0].shape[0], split)
+        token_indices = starts[:, None] + jnp.arange(size)
+
+        def write_array(array, rows, order):
+            # [K, n, page, H], with the dims then in the order of `array`.
+            new = quantization.to_cache_dtype(
+                rows.at[:, token_indices].get(mode="clip"), array.dtype
+            )
+            return array.at[shard_pages].set(new.transpose(order), mode="drop")
+
+        position_last = 1, 0, 3, 2
+        value_order = position_last if cache.transposed_values else (1, 0, 2, 3)
+        return dataclasses.replace(
+            cache,
+            keys=tuple(
+                write_array(*pair, position_last) for pair in zip(cache.keys, keys, strict=True)
+            ),
+            values=tuple(
+                write_array(*pair, value_order) for pair in zip(cache.values, values, strict=True)
+            ),
+        )
+
+    rows = PartitionSpec(split.head_axes)
+    in_specs = split.array_spec, PartitionSpec(), PartitionSpec(), rows, rows
+    mapped = map_over_shards(write, in_specs, split.array_spec)
+    return mapped(cache, pages, starts, tuple(keys), tuple(values))
+
+
+def gather_pages(
+    cache: Cache, split: CacheSharding, table: Int[Array, "S pages"], window: int, *, by_slot: bool
+) -> ContiguousView:
+    """Copies the first `window` positions of the sequences in `table` out of their pages.
+
+    `by_slot`: the rows of the table are the slots in order; else any sequences, of any shard.
+    """
+    size = cache.page_tokens
+    table = table[:, : -(-window // size)]
+    any_shard = bool(split.slot_axes) and not by_slot
+
+    def read(cache, table):
+        shard_table = local_page_ids(table, cache.keys[0].shape[0], split)
+
+        def gather_array(array, order, axis):
+            indexing = {"mode": "fill", "fill_value": 0} if any_shard else {"mode": "clip"}
+            # The page comes next to its positions.
+            sequences = array.at[shard_table].get(**indexing).transpose(order)
+            dims = *sequences.shape[:axis], -1, *sequences.shape[axis + 2 :]
+            sequences = lax.slice_in_dim(sequences.reshape(dims), 0, window, axis=axis)
+            if any_shard:  # in 16 bits, as collectives do not add 8-bit floats
+                summed = quantization.to_16bit(sequences)
+                sequences = lax.psum(summed, split.slot_axes).astype(sequences.dtype)
+            return sequences
+
+        def gather_values(array):
+            if cache.transposed_values:
+                return gather_array(array, (0, 2, 3, 1, 4), 3).swapaxes(2, 3)
+            return gather_array(array, (0, 2, 1, 3, 4), 2)
+
+        return ContiguousView(
+            tuple(gather_array(array, (0, 2, 3, 1, 4), 3) for array in cache.keys),
+            tuple(map(gather_values, cache.values)),
+        )
+
+    rows = PartitionSpec(split.slot_axes if by_slot else None)
+    out_spec = PartitionSpec(split.slot_axes if by_slot else None, split.head_axes)
+    return map_over_shards(read, (split.array_spec, rows), out_spec)(cache, table)
+
+
+def append_to_buffer(
+    recent: WriteBuffer,
+    layer: int,
+    start: Int[Array, ""],
+    cached: tuple[Float[Array, "S Q K _"], ...],
+) -> tuple[Float[Array, "S K _ _"], ...]:
+    """A layer's recent keys, and values if cached, with those of Q tokens written at `start`."""
+    orders = (0, 2, 3, 1), (0, 2, 1, 3)
+    buffers = recent.keys[layer], *recent.values[layer : layer + 1]
+    return tuple(
+        lax.dynamic_update_slice_in_dim(
+            buffer,
+            quantization.to_cache_dtype(new.transpose(order), buffer.dtype),
+            start,
+            axis=order.index(1),
+        )
+        for buffer, new, order in zip(buffers, cached, orders, strict=False)
+    )
+
+
+def flush_buffer(
+    cache: Cache,
+    split: CacheSharding,
+    recent: WriteBuffer,
+    table: Int[Array, "S pages"],
+    *,
+    by_slot: bool,
+) -> Cache:
+    """The cache with recent tokens written to the pages of their slots; `by_slot` as in
+    `gather_pages`.
+
+    With transposed values, whole pages are written: a TPU would copy the cache to scatter tokens
+    that are one column of a page each. The positions of a slot must be consecutive.
+    """
+    size = cache.page_tokens
+
+    def write(cache, recent, table):
+        positions = recent.positions
+        count = positions.size
+        page = jnp.minimum(positions // size, table.shape[1] - 1)
+        num_pages = cache.keys[0].shape[0]
+        shard_pages = local_page_ids(jnp.take_along_axis(table, page, axis=1), num_pages, split)
+        # Dropped tokens go past the end, each to an index of its own: indices must be unique.
+        dropped_pages = num_pages + jnp.arange(count).reshape(positions.shape)
+        shard_pages = jnp.where(
+            (positions == NO_POSITION) | (shard_pages >= num_pages), dropped_pages, shard_pages
+        )[:, None]
+        heads = jnp.arange(cache.keys[0].shape[1])[None, :, None]
+        offsets = (positions % size)[:, None]
+
+        def scatter(array, rows, index):
+            return array.at[index].set(rows, mode="drop", unique_indices=True)
+
+        def write_keys(array, rows):
+            return scatter(array, rows.swapaxes(2, 3), (shard_pages, heads, slice(None), offsets))
+
+        def write_values(array, rows):
+            return scatter(array, rows, (shard_pages, heads, offsets))
+
+        return dataclasses.replace(
+            cache,
+            keys=tuple(map(write_keys, cache.keys, recent.keys)),
+            values=tuple(map(write_values, cache.values, recent.values)),
+        )
+
+    def write_pages(cache, recent, table):
+        rows = [*recent.keys, *(values.swapaxes(2, 3) for values in recent.values)]
+        positions = recent.positions
+        written: list[Array] = []
+        for array, new_tokens in zip((*cache.keys, *cache.values), rows, strict=True):
+            # Written all at once, every array would need temporary pages at the same time. A fake
+            # dependency (+ 0 from the array before) makes them sequential; an optimization barrier
+            # does not, as compilers drop it before scheduling. Seen in the program's peak memory.
+            if written:
+                zero = written[-1][0, 0, 0, 0].astype(jnp.float32) > jnp.inf
+                table, positions = table + zero, positions + zero
+            written.append(_in_whole_pages(array, new_tokens, positions, table, split))
+        keys, values = written[: len(cache.keys)], written[len(cache.keys) :]
+        return dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
+
+    slots = split.slot_axes if by_slot else None
+    rows, arrays = PartitionSpec(slots), PartitionSpec(slots, split.head_axes)
+    in_specs = split.array_spec, WriteBuffer(arrays, arrays, rows), rows  # type: ignore[arg-type]
+    writer = write_pages if cache.transposed_values else write
+    return map_over_shards(writer, in_specs, split.array_spec)(cache, recent, table)
+
+
+def _in_whole_pages(
+    array: Float[Array, "pages K H page"],
+    rows: Float[Array, "S K H recent"],
+    positions: Int[Array, "S recent"],
+    table: Int[Array, "S pages_of_slot"],
+    split: CacheSharding,
+) -> Float[Array, "pages K H page"]:
+    """`array` with `rows` at their positions, by reading, merging and writing whole pages."""
+    size, count = array.shape[3], positions.shape[1]
+    pages_touched = (count - 2) // size + 2 if count > 1 else 1  # by one slot, at most
+    first = jnp.min(positions, axis=1, keepdims=True) // size
+    page_indices = first + jnp.arange(pages_touched)
+    page_positions = (page_indices[:, :, None] * size + jnp.arange(size)).reshape(len(table), -1)
+    # [S, recent, positions of pages]. The page of a slot without tokens may end at `NO_POSITION`.
+    one_hot = (positions[:, :, None] == page_positions[:, None]) & (
+        positions[:, :, None] != NO_POSITION
+    )
+    # Exact: each sum has at most one nonzero product, with 1.
+    wide = quantization.to_16bit(rows)
+    exact: Any = {"precision": "highest", "preferred_element_type": wide.dtype}
+    new = jnp.einsum("skhr,srp->skhp", wide, one_hot.astype(wide.dtype), **exact).astype(
+        array.dtype
+    )
+    new = new.reshape(*new.shape[:3], pages_touched, size).transpose(0, 3, 1, 2, 4)
+    is_new = one_hot.any(axis=1).reshape(len(table), pages_touched, size)
+    shard_pages = jnp.take_along_axis(table, jnp.minimum(page_indices, table.shape[1] - 1), axis=1)
+    shard_pages = jnp.where(
+        is_new.any(axis=2), local_page_ids(shard_pages, array.shape[0], split), array.shape[0]
+    )
+    merged = jnp.where(is_new[:, :, None, None], new, array.at[shard_pages].get(mode="clip"))
+    return array.at[shard_pages].set(merged, mode="drop")
+
+
+def fitting_cache_size(
+    network: Network,
+    mesh: Mesh,
+    lengths: SequenceLengths,
+    num_sequences: int,
+    draft_tokens: int = 0,
+    num_slots: int = 0,
+) -> tuple[int, int]:
+    """Chooses (slots, cache tokens) of an engine whose config leaves them open, by device memory.
+
+    See `choose_slots`. Each of `draft_tokens` drafts has its own logits. Devices that are not
+    present, or do not report their memory, set no limit.
+    """
+    device: Any = mesh.devices.flat[0]
+    try:
+        stats = device.memory_stats() or {}
+    except (NotImplementedError, RuntimeError, AttributeError):  # a device that is not present
+        stats = {}
+    return choose_slots(
+        num_sequences,
+        lengths,
+        device.platform,
+        mesh.devices.size,
+        mesh_lib.num_row_shards(mesh)[0] * mesh.shape.get(mesh_lib.STAGE, 1),
+        stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0),
+        lambda tokens, slots: cache_bytes(network, mesh, tokens, slots),
+        lambda slots: _LOGITS_HELD * logits_bytes(network, mesh, slots * (1 + draft_tokens)),
+        num_slots,
+    )
+
+
+def cache_bytes(network: Network, mesh: Mesh, num_tokens: int, num_slots: int) -> int:
+    """Bytes per device of the keys and values of `num_tokens` tokens over all slots."""
+    heads, key_size, value_size = network.shape.kv_cache_sizes
+    token_dims = (num_slots, heads, key_size + value_size)
+    layer_bytes = _bytes(mesh, token_dims, KV_AXES[:3], network.cached_dtype)
+    return network.shape.num_layers * layer_bytes * num_tokens // num_slots
+
+
+def logits_bytes(network: Network, mesh: Mesh, rows: int) -> int:
+    """Bytes per device of `rows` rows of logits."""
+    return _bytes(mesh, (rows, network.shape.vocab_size), ("batch", "vocab"), jnp.float32)
+
+
+def _bytes(
+    mesh: Mesh, dims: tuple[int, ...], logical_axes: tuple[str | None, ...], dtype: Any
+) -> int:
+    shard = mesh_lib.activation_sharding(dims, logical_axes, mesh).shard_shape(dims)
+    return math.prod(shard) * jnp.dtype(dtype).itemsize

@@ -1,0 +1,202 @@
+"""Prefill: several short prompts packed into a row, long ones in chunks."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.config.rollout_data import PREFILL_CHUNK_TOKENS
+from jaxrl_llm.models.attention import chunked_segment_ids, full_attention, masked_attention
+from jaxrl_llm.models.attention_modules import AttentionInputs
+from jaxrl_llm.models.image_inputs import ImageInputs
+from jaxrl_llm.models.packed_inputs import routes_by_layer
+from jaxrl_llm.models.router import RouterInputs
+from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.sharding.mesh import constrain
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """P prompts packed into R rows of T tokens. Unused entries of P point to any token."""
+
+    tokens: Int[Array, "R T"]
+    positions: Int[Array, "R T"]  # of each token within its prompt
+    segment_ids: Int[Array, "R T"]  # prompt within the row; 0 is padding
+    starts: Int[Array, " P"]  # of each prompt in the concatenated rows
+    lengths: Int[Array, " P"]
+    # Router replay, -1: the router's choice; [R, T, 0] where routes are not kept.
+    routes: Int[Array, "R T routes"]
+    sights: ImageInputs | None = None  # of rows with images
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """KV cache and first logits of P prefilled prompts.
+
+    "tokens" are those of all rows, concatenated. Where prompts share rows an empty row follows, so
+    that a slice of a row's width can be taken wherever a prompt begins.
+    """
+
+    keys: tuple[Float[Array, "K tokens H"], ...]  # one per layer
+    values: tuple[Float[Array, "K tokens value"], ...]  # (): part of the keys (MLA)
+    tokens: Int[Array, " tokens"]
+    routes: Int[Array, "tokens routes"]  # visited experts; [tokens, 0] if not kept
+    logits: Float[Array, "P V"]  # for the first response token
+    starts: Int[Array, " P"]
+    lengths: Int[Array, " P"]
+    width: int = dataclasses.field(metadata={"static": True})  # of a row; any prompt fits into one
+
+
+def prefill(
+    network: Network, params: Params, prompts: Prompts, *, piece_tokens: int = PREFILL_CHUNK_TOKENS
+) -> Prefix:
+    """Prefills prompts. No token attends to another prompt or to padding.
+
+    Rows wider than `piece_tokens` (static) hold one prompt each and are processed in chunks of that
+    size, so that only one chunk's activations are in memory.
+    """
+    rows, width = prompts.tokens.shape
+    shared = prompts.starts.shape[0] > rows
+    routes = prompts.routes
+    kernel = _kernel(network)
+    if width <= piece_tokens:
+
+        def attend(a: AttentionInputs):
+            assert a.v is not None
+            ids = chunked_segment_ids(a.chunk, prompts.segment_ids, prompts.positions)
+            options: Any = {"window": a.window, "scoring": a.scoring}
+            return full_attention(a.q, a.k, a.v, ids, kernel, **options), a.cache_entries
+
+        sights = prompts.sights
+        x = network.embed(params, prompts.tokens, sights)
+        rotary = network.rotary(prompts.positions if sights is None else sights.positions)
+        routing = _routing(network, routes)
+        caches, visited = [], []
+        for number, layer in enumerate(params["layers"]):
+            kind = network.shape.layer_types[number]
+            x, entries, routed = network.block(
+                layer, x, rotary, attend, kind, routing=routing.get(number)
+            )
+            caches.append(entries)
+            visited += [routed.chosen] if routed and routes.shape[-1] else []
+        if visited:
+            routes = network.flatten_routes(jnp.stack(visited))
+        last = x.reshape(rows * width, 1, -1)[prompts.starts + prompts.lengths - 1]
+    else:
+        assert not shared, "a row that is read in pieces holds one prompt"
+        caches, last, routes = _chunked_prefill(network, params, prompts, piece_tokens)
+    logits = network.logits(params, network.norm(params, last))[:, 0]
+
+    def concatenate_rows(entries: Float[Array, "R T K H"]) -> Float[Array, "K tokens H"]:
+        entries = jnp.pad(entries[:, :width], ((0, int(shared)), (0, 0), (0, 0), (0, 0)))
+        entries = entries.reshape(-1, *entries.shape[2:]).swapaxes(0, 1)
+        return constrain(
+            entries, "kv_heads", None, None
+        )  # replicated: any slot may need any prompt
+
+    keys, *values = zip(*(map(concatenate_rows, entries) for entries in caches), strict=True)
+    tokens = jnp.pad(prompts.tokens, ((0, int(shared)), (0, 0))).reshape(-1)
+    routes = jnp.pad(routes, ((0, int(shared)), (0, 0), (0, 0)))
+    return Prefix(
+        keys=keys,
+        values=values[0] if values else (),
+        tokens=tokens,
+        routes=constrain(routes.reshape(tokens.size, routes.shape[-1]), None, None),
+        logits=logits,
+        starts=prompts.starts,
+        lengths=prompts.lengths,
+        width=width,
+    )
+
+
+def _kernel(network: Network) -> Literal["xla", "cudnn"]:
+    """Attention kernel of prefill; splash needs rows sharded as in training."""
+    return "cudnn" if network.kernel == "cudnn" else "xla"
+
+
+def _routing(network: Network, routes: Int[Array, "R T routes"]) -> dict[int, RouterInputs]:
+    """Router inputs by layer number; empty if routes are not kept."""
+    if not routes.shape[-1]:
+        return {}
+    by_layer, counted = routes_by_layer(network.shape, routes), jnp.ones(routes.shape[:2], bool)
+    layers = zip(network.shape.moe_layers, by_layer, strict=True)
+    return {number: RouterInputs(counted, layer_routes) for number, layer_routes in layers}
+
+
+def _chunked_prefill(network, params, prompts, size):
+    """Chunked prefill: cache [P, T, K, _] of each layer, last hidden states [P, 1, D], routes."""
+    rows, width = prompts.tokens.shape
+    count = -(-width // size)
+    padding = count * size - width
+    tokens = jnp.pad(prompts.tokens, ((0, 0), (0, padding)))
+    sights = prompts.sights
+    if sights is not None:
+        sights = sights._replace(
+            positions=jnp.pad(sights.positions, ((0, 0), (0, padding), (0, 0))),
+            feature_index=jnp.pad(sights.feature_index, ((0, 0), (0, padding)), constant_values=-1),
+        )
+    all_routes = jnp.pad(prompts.routes, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
+    shape, dtype = network.shape, network.compute_dtype
+    heads, *dims = shape.kv_cache_sizes
+    kernel = _kernel(network)
+    empty_cache = tuple(jnp.zeros((rows, count * size, heads, n), dtype) for n in dims if n)
+    last = jnp.zeros((rows, 1, shape.hidden_size), dtype)
+
+    def process_chunk(i, carry):
+        caches, last, routes = carry
+        start = i * size
+        positions = jnp.broadcast_to(start + jnp.arange(size), (rows, size))
+        distances = positions[:, None, :, None] - jnp.arange(
+            count * size
+        )  # distance of each key from each query
+        chunk_of = lambda a: lax.dynamic_slice_in_dim(a, start, size, 1)  # noqa: E731
+        chunk_images = sights
+        if chunk_images is not None:
+            chunk_images = chunk_images._replace(
+                positions=chunk_of(chunk_images.positions),
+                feature_index=chunk_of(chunk_images.feature_index),
+            )
+        x = network.embed(params, chunk_of(tokens), chunk_images)
+        rotary = network.rotary(positions if chunk_images is None else chunk_images.positions)
+        routing = _routing(network, lax.dynamic_slice_in_dim(all_routes, start, size, 1))
+        new_caches, visited = [], []
+        for number, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+            kind = shape.layer_types[number]
+
+            def attend(a: AttentionInputs, cache=cache):
+                updated = tuple(
+                    lax.dynamic_update_slice_in_dim(old, entry.astype(old.dtype), start, 1)
+                    for old, entry in zip(cache, a.cache_entries, strict=True)
+                )
+                keys, values = (
+                    updated if len(updated) == 2 else (*updated, updated[0][..., : a.value_size])
+                )
+                mask = distances >= 0
+                if a.window:
+                    mask &= distances < a.window
+                if a.chunk:
+                    mask &= distances <= (positions % a.chunk)[:, None, :, None]
+                return masked_attention(a.q, keys, values, mask, a.scoring, kernel), updated
+
+            x, cache, routed = network.block(
+                layer, x, rotary, attend, kind, compressed=True, routing=routing.get(number)
+            )
+            new_caches.append(cache)
+            visited += [routed.chosen] if routing and routed else []
+        if visited:
+            chunk_routes = network.flatten_routes(jnp.stack(visited))
+            routes = lax.dynamic_update_slice_in_dim(routes, chunk_routes, start, 1)
+        # The last token of rows that end in this chunk; unused entries for the others.
+        last_index = jnp.clip(prompts.lengths - 1 - start, 0, size - 1)[:, None, None]
+        ends = (prompts.lengths - 1) // size == i
+        last = jnp.where(ends[:, None, None], jnp.take_along_axis(x, last_index, axis=1), last)
+        return new_caches, last, routes
+
+    caches = [empty_cache for _ in params["layers"]]
+    caches, last, routes = lax.fori_loop(0, count, process_chunk, (caches, last, all_routes))
+    return caches, last, routes[:, :width]

@@ -1,0 +1,85 @@
+"""Batches prompts for prefill, so that each is read once."""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.rollout.engine import host_inputs, requests
+from jaxrl_llm.rollout.engine.prefill import Prefix, Prompts
+from jaxrl_llm.rollout.engine.scheduler import Sample, Scheduler
+from jaxrl_llm.sharding import kv_store_broadcast
+
+
+class PrefillBatcher:
+    """Prefills the prompts of entering samples, with more of the queue in the same batch."""
+
+    def __init__(
+        self,
+        prefill: Callable[[Params, Prompts], Prefix],
+        max_tokens: int,
+        statistics: requests.EngineStatistics,
+        num_routes: int = 0,
+        shapes: Sequence[host_inputs.RowShape] = (),
+    ):
+        """`shapes` as in `host_inputs.prompt_rows`."""
+        self._prefill, self._max_tokens, self._statistics = prefill, max_tokens, statistics
+        self._num_routes = num_routes  # per token
+        self._shapes = shapes
+        self._routes: list[np.ndarray] = []  # of the prompts in the batch
+        self._indices: dict[int, int] = {}  # request -> index of its prompt in the batch
+        self._batch: Prefix | None = None
+        self._weights_ref: Callable[[], object] = lambda: None
+
+    def reset_if_new_weights(self, params: Params) -> bool:
+        """Drops the last batch if the weights changed since; returns whether they did."""
+        weights = jax.tree.leaves(params)[0]
+        if self._weights_ref() is weights:
+            return False
+        # A weak reference, so that old weights can be freed.
+        self._indices, self._weights_ref = {}, weakref.ref(weights)
+        return True
+
+    def prefill_batches(
+        self, params: Params, entering: list[Sample], scheduler: Scheduler
+    ) -> Iterator[tuple[Prefix, dict[Sample, int]]]:
+        """Yields (prefix, index of each sample's prompt in it), batch by batch."""
+        while entering:
+            first = entering[0].request
+            if first not in self._indices:
+                max_prompts = host_inputs.MAX_PREFILL_TOKENS // host_inputs.MIN_WIDTH
+                numbers = scheduler.requests_to_prefill(entering)[:max_prompts]
+                prompts = [scheduler.requests[number][0].prompt for number in numbers]
+                count = host_inputs.num_prompts_in_batch(
+                    [*map(len, prompts)], self._max_tokens, self._shapes
+                )
+                routes = [scheduler.requests[number][0].routes for number in numbers[:count]]
+                sights = [scheduler.requests[number][0].sights for number in numbers[:count]]
+                batch = host_inputs.prompt_rows(
+                    prompts[:count],
+                    self._max_tokens,
+                    self._shapes,
+                    routes,
+                    self._num_routes,
+                    sights,
+                )
+                self._indices = {number: i for i, number in enumerate(numbers[:count])}
+                self._batch = self._prefill(params, batch)
+                if self._num_routes:
+                    experts = kv_store_broadcast.device_get(self._batch.routes)
+                    starts = batch.starts[:count].tolist()
+                    self._routes = [
+                        experts[start : start + len(prompt)]
+                        for start, prompt in zip(starts, prompts, strict=False)
+                    ]
+                self._statistics.prefill_tokens += sum(map(len, prompts[:count]))
+                self._statistics.prefill_positions += batch.tokens.size
+            assert self._batch is not None
+            indices = {s: self._indices[s.request] for s in entering if s.request in self._indices}
+            if self._num_routes:
+                for sample, index in indices.items():
+                    sample.completion.routes = [self._routes[index]]
+            yield self._batch, indices
+            entering = [sample for sample in entering if sample not in indices]

@@ -1,0 +1,331 @@
+"""Requests to the engine, their validation, and its results. Token ids throughout."""
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from jaxrl_llm.config.rollout_data import MIN_TEMPERATURE
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.image_inputs import ImageInputs
+from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.text import is_text
+
+# Per sample; compared on the device. The config allows 8, the rest are the model's own EOS tokens.
+NUM_STOP_TOKENS = 16
+MAX_TOP_LOG_PROBS = 32
+# Decoding from the middle of a sequence may change its first characters: a character split over
+# tokens (at most 4), a dropped space.
+_MARGIN_TOKENS = 4
+
+Decode = Callable[[Sequence[int]], str]
+# "": still running; "stop": a stop token or stop string; "length": the limit of tokens; "error":
+# the host's work for this sample raised an error.
+FinishReason = Literal["", "stop", "length", "abort", "error"]
+# At one position: (token, log-prob) pairs, the likeliest first.
+TopLogProbs = tuple[tuple[int, float], ...]
+
+
+class RequestError(UserError, ValueError):
+    """The engine cannot serve a request; the message says how to change it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """Sampling parameters of one sample.
+
+    A sample ends with a stop token, or with the token that completes a stop string, even if that
+    token holds more text after the string (`text_before` truncates it).
+    """
+
+    max_tokens: int
+    temperature: float = 1.0  # 0: greedy; else at least MIN_TEMPERATURE
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_tokens: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    num_top_log_probs: int = 0  # likeliest tokens reported at every position; 0: off
+
+    @property
+    def is_filtered(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt and its samples, which share one prefill.
+
+    The randomness of a token depends only on its sample's key and its position in the sequence. So
+    an aborted sample can be continued by a new request: prompt plus tokens so far as the prompt,
+    the same key, and the rest of `max_tokens`.
+    """
+
+    tokens: tuple[int, ...]
+    keys: np.ndarray  # [G, 2] uint32, one raw random key a sample
+    params: tuple[SamplingParams, ...]  # G of them
+    # Router replay: experts that the prompt's tokens visit, [tokens, routes]; -1: the router's
+    # choice; None: for all. Only for an engine with `keeps_routes`.
+    routes: np.ndarray | None = None
+    # Whether other requests may continue its samples: their keys and values stay in their pages
+    # until other samples need these, or `Engine.free`.
+    retains_pages: bool = False
+    # The sample that this one continues, as (request, index): the shared prefix is recomputed only
+    # if its pages are gone.
+    continues: tuple[int, int] | None = None
+    # Number of trailing prompt tokens that belong to the response: stop strings may begin there.
+    num_partial: int = 0
+    # Image inputs of the prompt, one row, host arrays; None: no images.
+    image_inputs: ImageInputs | None = None
+
+    @property
+    def offset(self) -> int:
+        """Position of the next token minus the number of prompt tokens (M-RoPE)."""
+        if self.image_inputs is None:
+            return 0
+        return int(np.max(self.image_inputs.positions)) + 1 - len(self.tokens)
+
+
+@dataclasses.dataclass
+class Completion:
+    """A sample so far."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)  # stop token included
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)  # weight version of each token
+    top_log_probs: list[TopLogProbs] = dataclasses.field(default_factory=list)  # none if off
+    finish_reason: FinishReason = ""
+    # Experts visited by tokens, [_, routes] each: of the prompt, then of the sampled tokens but the
+    # last, and of tokens after a stop string. Empty if not kept.
+    routes: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it ended with a stop token or string, not by the length limit or an abort."""
+        return self.finish_reason == "stop"
+
+
+class Progress(NamedTuple):
+    """Tokens that one engine step added to one sample."""
+
+    request: int  # as `Engine.submit` returned it
+    sample: int
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    versions: tuple[int, ...]  # of the weights that drew each token
+    top_log_probs: tuple[TopLogProbs, ...]  # empty if off
+    finish_reason: FinishReason
+    error: Exception | None = None  # why, if that is "error"
+
+
+@dataclasses.dataclass
+class EngineStatistics:
+    """Counters of the engine since its last reset."""
+
+    prefill_tokens: int = 0  # prompt tokens, each prompt once
+    prefill_positions: int = 0  # computed for them, including padding
+    prefill_s: float = 0.0
+    recomputed_tokens: int = 0  # recomputed: their pages had been taken by other samples
+    num_preemptions: int = 0  # preemptions: running samples that lost their pages
+    peak_pages: int = 0  # peak number of pages in use
+    decode_tokens: int = 0  # sampled
+    decode_steps: int = 0
+    slot_steps: int = 0  # active slots summed over decode steps
+    draft_tokens: int = 0  # draft tokens verified; none without speculation
+    busy_capacity: int = 0  # slots x decode steps, while samples were waiting
+    busy_slot_steps: int = 0  # those of them with an active slot
+    decode_s: float = 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of slot steps that sampled a token, while the queue was not empty."""
+        return self.busy_slot_steps / self.busy_capacity if self.busy_capacity else 1.0
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens of a slot per decode step; 1 without speculation."""
+        return self.decode_tokens / self.slot_steps if self.slot_steps else 1.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of draft tokens that were accepted; 0 without speculation."""
+        right = self.decode_tokens - self.slot_steps
+        return right / self.draft_tokens if self.draft_tokens else 0.0
+
+    def __add__(self, other: "EngineStatistics") -> "EngineStatistics":
+        total = EngineStatistics(*map(operator.add, vars(self).values(), vars(other).values()))
+        total.peak_pages = max(self.peak_pages, other.peak_pages)
+        return total
+
+    def __sub__(self, other: "EngineStatistics") -> "EngineStatistics":
+        difference = EngineStatistics(*map(operator.sub, vars(self).values(), vars(other).values()))
+        difference.peak_pages = self.peak_pages
+        return difference
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of a step, named as in `metrics.jsonl`."""
+        per_s = lambda tokens, seconds: tokens / seconds if seconds else 0.0  # noqa: E731
+        return {
+            "rollout/prefill_tokens_per_s": per_s(self.prefill_tokens, self.prefill_s),
+            "rollout/decode_tokens_per_s": per_s(self.decode_tokens, self.decode_s),
+            "rollout/reread_tokens": float(self.recomputed_tokens),
+            "rollout/put_back": float(self.num_preemptions),
+            "rollout/slot_occupancy": self.occupancy,
+            "rollout/tokens_per_forward": self.tokens_per_forward,
+            "rollout/draft_acceptance": self.acceptance,
+        }
+
+
+# NaN fails every comparison.
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (
+        lambda t: t == 0 or MIN_TEMPERATURE <= t < math.inf,
+        f"0 or in [{MIN_TEMPERATURE}, inf) (0: greedy)",
+    ),
+    "top_p": (lambda p: 0 < p <= 1, "in (0, 1] (1: off)"),
+    "min_p": (lambda p: 0 <= p < 1, "in [0, 1) (0: off)"),
+}
+
+
+def number_problem(name: str, value: Any) -> str:
+    """Validates a number of `SamplingParams`; "" if it is allowed.
+
+    >>> number_problem("top_p", 1.5)
+    'must be in (0, 1] (1: off), got 1.5'
+    """
+    holds, rule = _RULES[name]
+    try:
+        return "" if holds(value) else f"must be {rule}, got {value!r}"
+    except TypeError:  # not a number at all
+        return f"must be {rule}, got {value!r:.100}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestLimits:
+    """Limits of the requests that an engine accepts."""
+
+    max_tokens: int  # prompt and response
+    vocab_size: int
+    takes_stop_strings: bool
+    num_routes: int = 0  # routes per token; 0: not kept
+    vector_size: int = 0  # features of an image embedding; 0: text-only model
+
+    @classmethod
+    def for_network(
+        cls, network: Network, max_tokens: int, decode: Decode | None, num_routes: int
+    ) -> "RequestLimits":
+        """Returns the limits of an engine that runs this network."""
+        shape = network.shape
+        vector_size = shape.hidden_size if shape.rope_sections else 0
+        return cls(max_tokens, shape.vocab_size, decode is not None, num_routes, vector_size)
+
+    @property
+    def max_top_log_probs(self) -> int:
+        return min(MAX_TOP_LOG_PROBS, self.vocab_size)
+
+    def check(self, request: Request, name: str) -> None:
+        """Raises `RequestError`, beginning with `name`, if the engine cannot serve a request."""
+        if problem := next(self._problems(request), ""):
+            raise RequestError(f"{name}: {problem}")
+
+    def _problems(self, request: Request) -> Iterator[str]:
+        length = len(request.tokens)
+        if not 1 <= length < self.max_tokens:
+            yield f"a prompt of {length} tokens; this engine takes 1 to {self.max_tokens - 1}"
+        yield from self._token_problems("prompt", request.tokens)
+        keys = np.asarray(request.keys)
+        if keys.shape != (count := len(request.params), 2) or keys.dtype.kind not in "iu":
+            problem = f"keys of shape {keys.shape} and {keys.dtype} for {count} samples"
+            yield f"{problem}; give one raw key of two integers for each"
+        if request.continues and count != 1:
+            yield f"{count} samples continue one; give a request for each"
+        if request.routes is not None:
+            shape, expected = request.routes.shape, (length, self.num_routes)
+            if not self.num_routes:
+                yield "routes: this engine keeps none; make it with keeps_routes=True"
+            elif shape != expected:
+                yield f"routes of shape {shape} for a prompt of {length} tokens; give {expected}"
+        yield from self._sight_problems(request)
+        # Samples of a prompt mostly share their parameters.
+        for params in {id(params): params for params in request.params}.values():
+            yield from self._sampling_problems(params, length)
+
+    def _sight_problems(self, request: Request) -> Iterator[str]:
+        if (sights := request.image_inputs) is None:
+            return
+        count, size = sights.features.shape
+        if not self.vector_size:
+            yield "it has images; this model reads text alone, take one of a family with a tower"
+        elif size != self.vector_size:
+            yield f"vectors of {size} numbers for images; this model's have {self.vector_size}"
+        elif (
+            sights.feature_index.shape != (1, len(request.tokens))
+            or np.max(sights.feature_index) >= count
+        ):
+            yield (
+                f"images of {count} vectors, of which"
+                f" {int((np.asarray(sights.feature_index) >= 0).sum())} of"
+                f" {sights.feature_index.shape} tokens are to be; give one row of"
+                f" {len(request.tokens)}"
+            )
+
+    def _token_problems(self, name: str, tokens: Sequence[int]) -> Iterator[str]:
+        ids = np.asarray(tokens)
+        if len(tokens) and (ids.dtype.kind not in "iu" or ids.ndim != 1):
+            yield f"{name}: token ids are integers, got {tokens!r:.100}"
+        elif (wrong := ids[(ids < 0) | (ids >= self.vocab_size)]).size:
+            yield f"{name}: token id {wrong[0]} is outside the vocabulary of {self.vocab_size}"
+
+    def _sampling_problems(self, params: SamplingParams, prompt_tokens: int) -> Iterator[str]:
+        room, after = self.max_tokens - prompt_tokens, f" after a prompt of {prompt_tokens}"
+        for field, note, low, high in (
+            ("max_tokens", after, 1, room),
+            ("top_k", " (0: off)", 0, 2**31 - 1),
+            ("num_top_log_probs", "", 0, self.max_top_log_probs),
+        ):
+            value, rule = getattr(params, field), f"must lie between {low} and {high}"
+            if not (isinstance(value, Integral) and low <= int(value) <= high):
+                yield f"{field}={value!r:.100}{note} {rule} and be an integer"
+        for field in _RULES:
+            if problem := number_problem(field, getattr(params, field)):
+                yield f"{field} {problem}"
+        if len(params.stop_tokens) > NUM_STOP_TOKENS:
+            yield f"{len(params.stop_tokens)} stop tokens, at most {NUM_STOP_TOKENS}"
+        yield from self._token_problems("stop_tokens", params.stop_tokens)
+        if params.stop_strings and not self.takes_stop_strings:
+            yield "stop strings need the text of tokens; give the engine `decode`"
+        for string in params.stop_strings:
+            if not string:
+                yield "a stop string is empty; leave it out"
+            if not is_text(string):
+                yield f"stop string {string!r:.100} holds half of a surrogate pair; leave it out"
+
+
+def num_tokens_to_stop(
+    tokens: Sequence[int], num_seen: int, stop_strings: Sequence[str], decode: Decode
+) -> int:
+    """Number of tokens up to the first one after `num_seen` that completes a stop string, or 0."""
+    # Apart from tokens without text, n bytes of text are at most n tokens.
+    longest = max(len(stop.encode()) for stop in stop_strings)
+    start = max(0, num_seen - longest - _MARGIN_TOKENS)
+
+    def completes(end: int) -> bool:
+        text = decode(tokens[start:end])
+        return any(stop in text for stop in stop_strings)
+
+    ends = range(num_seen + 1, len(tokens) + 1)
+    return next(filter(completes, ends)) if completes(len(tokens)) else 0
+
+
+def text_before(text: str, stop_strings: Sequence[str]) -> str:
+    """Truncates `text` before its first stop string, if there is one.
+
+    >>> text_before("yes. Q: what", ("Q:", "."))
+    'yes'
+    """
+    positions = [at for stop in stop_strings if (at := text.find(stop)) >= 0]
+    return text[: min(positions)] if positions else text

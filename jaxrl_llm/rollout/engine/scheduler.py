@@ -1,0 +1,421 @@
+"""Continuous-batching scheduler on the host: slots and KV-cache pages for samples.
+
+Decisions depend only on requests and replicated outputs, so every host makes the same ones.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl_llm.rollout.engine import requests
+from jaxrl_llm.rollout.engine.device_programs import Outputs
+from jaxrl_llm.rollout.engine.page_allocator import PageAllocator
+from jaxrl_llm.rollout.engine.requests import Completion, Decode, Progress, Request, SamplingParams
+
+
+class Sample:
+    """One sample from submission to its end: sample `index` of request `number`."""
+
+    def __init__(self, number: int, index: int, request: Request):
+        self.request, self.index, self.slot = number, index, -1  # -1: waiting
+        self.prompt, self.params = request.tokens, request.params[index]
+        self.resumed_tokens = request.tokens[len(request.tokens) - request.num_partial :]
+        self.routes, self.sights, self.offset = request.routes, request.image_inputs, request.offset
+        self.key = request.keys[index]
+        self.retains_pages, self.continued_sample = request.retains_pages, request.continues
+        self.pages: list[int] = []  # in the order of its positions
+        self.num_cached_tokens = 0  # tokens that are already in its pages when it enters a slot
+        # (page, offset of its first token in the prompt) to write when it enters.
+        self.page_writes: list[tuple[int, int]] = []
+        self.completion = Completion()
+        self.error: Exception | None = None
+
+    @property
+    def arrival(self) -> tuple[int, int]:  # the lowest arrived first
+        return self.request, self.index
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.completion.tokens)
+
+    @property
+    def max_tokens(self) -> int:
+        return len(self.prompt) + self.params.max_tokens
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.completion.tokens)
+
+    @property
+    def remaining_params(self) -> SamplingParams:
+        """Sampling parameters with `max_tokens` reduced to the tokens left."""
+        left = self.max_tokens - self.num_tokens
+        return dataclasses.replace(self.params, max_tokens=left)
+
+    @property
+    def needs_full_prefill(self) -> bool:
+        """Whether its whole prompt needs prefill, batched with others; else from
+        `num_cached_tokens` on.
+        """
+        return not self.num_cached_tokens and not self.completion.tokens
+
+    def append_outputs(self, sampled: Outputs, column: int, version: int) -> int:
+        """Appends one column of outputs; returns the number of its tokens."""
+        is_valid = sampled.tokens[:, column] >= 0
+        count, c = int(is_valid.sum()), self.completion
+        c.tokens += sampled.tokens[is_valid, column].tolist()
+        c.log_probs += sampled.log_probs[is_valid, column].tolist()
+        c.versions += [version] * count
+        if sampled.routes.shape[-1] and count:
+            c.routes.append(np.asarray(sampled.routes[is_valid, column]))
+        if k := self.params.num_top_log_probs:
+            tokens = sampled.top_tokens[is_valid, column, :k].tolist()
+            log_probs = sampled.top_log_probs[is_valid, column, :k].tolist()
+            c.top_log_probs += map(tuple, map(zip, tokens, log_probs))
+        return count
+
+    def progress(self, first: int) -> Progress:
+        """The sampled tokens from index `first` on, and how the sample ended."""
+        c = self.completion
+        new = (tuple(each[first:]) for each in (c.tokens, c.log_probs, c.versions, c.top_log_probs))
+        return Progress._make((self.request, self.index, *new, c.finish_reason, self.error))
+
+
+class RetainedPages(NamedTuple):
+    """KV-cache pages retained from a finished sample, for a request that continues it."""
+
+    shard: int
+    pages: list[int]
+    tokens: tuple[int, ...]
+
+    def shared_prefix_length(self, prompt: Sequence[int]) -> int:
+        """Length of the prompt prefix that is in the cache, less than the prompt's own length."""
+        pairs = zip(self.tokens, prompt[:-1], strict=False)
+        return next(
+            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.tokens), len(prompt) - 1)
+        )
+
+
+class Scheduler:
+    """Keeps slots full: assigns free slots to samples in order of arrival, lowest slot first.
+
+    A sample holds pages for its tokens and those of its next chunk. If pages run out, those
+    retained from finished samples are evicted; then the last sample to arrive is preempted, and
+    its tokens are recomputed when it enters again.
+    """
+
+    def __init__(self, decode: Decode, pages: PageAllocator, chunk_tokens: int):
+        """
+        Args:
+          decode: Detokenizes; called only for samples with stop strings.
+          chunk_tokens: Most tokens per sample and chunk of steps.
+        """
+        self._decode, self._pages, self._chunk_tokens = decode, pages, chunk_tokens
+        self._num_slots = pages.layout.num_slots
+        self._request_ids = itertools.count()
+        self.requests: dict[int, list[Sample]] = {}  # unfinished, in order of arrival
+        self.waiting: collections.deque[Sample] = collections.deque()
+        self.active: dict[int, Sample] = {}  # by slot
+        self.recomputed_tokens = self.num_preempted = 0
+        # By (request, index) of finished samples, in the order they ended: retained pages, and the
+        # number of cached tokens of those whose pages were evicted. None is never a key.
+        self._retained: dict[tuple[int, int] | None, RetainedPages] = {}
+        self._evicted_tokens: dict[tuple[int, int] | None, int] = {}
+        self._unreported: dict[Sample, int] = {}  # in order; the first token not yet reported
+        self._stale: set[int] = set()
+
+    def add(self, request: Request) -> int:
+        """Queues the samples of a request; returns its number."""
+        number = next(self._request_ids)
+        samples = [Sample(number, i, request) for i in range(len(request.params))]
+        if samples:
+            self.requests[number] = samples
+            self.waiting.extend(samples)
+        return number
+
+    def completions(self, number: int) -> list[Completion]:
+        """The completions of an unfinished request; they grow until their samples end."""
+        return [sample.completion for sample in self.requests.get(number, ())]
+
+    def abort(self, number: int) -> list[Completion]:
+        """Aborts an unfinished request; returns its completions so far."""
+        completions = self.completions(number)
+        for index in range(len(completions)):
+            self.free_retained(number, index)
+        for sample in self.requests.pop(number, ()):
+            self._unreported.pop(sample, None)
+            if not sample.completion.finish_reason:
+                sample.completion.finish_reason = "abort"
+            if self.active.get(sample.slot) is sample:
+                del self.active[sample.slot]
+                self._stale.add(sample.slot)
+                self._free_pages(sample)
+        self.waiting = collections.deque(s for s in self.waiting if s.request != number)
+        return completions
+
+    def free_retained(self, number: int, index: int) -> None:
+        """Frees the KV-cache pages retained for a request that would continue a sample."""
+        if retained := self._retained.pop((number, index), None):
+            self._pages.free(retained.pages)
+        self._evicted_tokens.pop((number, index), None)
+
+    def requests_to_prefill(self, entering: Sequence[Sample]) -> list[int]:
+        """Requests, entering or waiting, whose whole prompts need prefill."""
+        samples = itertools.chain(entering, self.waiting)
+        fresh = (
+            s.request
+            for s in samples
+            if s.needs_full_prefill and s.continued_sample not in self._retained
+        )
+        return list(dict.fromkeys(fresh))
+
+    def active_lengths(self, beyond: int = 0) -> list[int]:
+        """Lengths of the active sequences that may grow by more than `beyond` tokens."""
+        return [s.num_tokens for s in self.active.values() if s.max_tokens > s.num_tokens + beyond]
+
+    def page_table(self) -> np.ndarray:
+        """Page table of all slots."""
+        rows = ((slot, sample.pages) for slot, sample in self.active.items())
+        return self._pages.layout.table(rows, self._num_slots)
+
+    def schedule(self) -> list[Sample]:
+        """Moves waiting samples into free slots while there are pages; returns those that entered.
+
+        A sample that continues another, or was preempted, reuses the pages that still hold its
+        tokens. Retained pages are evicted where needed, oldest first, those that a waiting sample
+        continues last.
+        """
+        if not self.waiting or len(self.active) == self._num_slots:
+            return []
+        entered: list[Sample] = []
+        deferred: list[Sample] = []
+        # By shard, the lowest last.
+        free_slots: dict[int, list[int]] = collections.defaultdict(list)
+        for slot in reversed(range(self._num_slots)):
+            if slot not in self.active:
+                free_slots[self._pages.layout.shard_of_slot(slot)].append(slot)
+        while self.waiting and free_slots:
+            sample = self.waiting.popleft()
+            shard = self._shard_for(sample, free_slots)
+            if shard not in free_slots:
+                deferred.append(sample)  # its pages belong to a shard without a free slot
+                continue
+            if not self._allocate(sample, shard):
+                self.waiting.appendleft(sample)
+                break  # out of pages: later arrivals wait too
+            sample.slot = free_slots[shard].pop()
+            if not free_slots[shard]:
+                del free_slots[shard]
+            self._stale.discard(sample.slot)
+            self.active[sample.slot] = sample
+            entered.append(sample)
+        self.waiting.extendleft(reversed(deferred))
+        return entered
+
+    def _shard_for(self, sample: Sample, free_shards: Iterable[int]) -> int:
+        """The shard for a sample: that of the pages it continues, even if full; else a free one."""
+        if retained := self._retained.get(sample.continued_sample):
+            return retained.shard
+        pages = self._pages
+        # Prefer the shard with the pages of its prompt, then the one with most free pages.
+        preference = lambda shard: (  # noqa: E731
+            bool(pages.prompt_pages(shard, sample.request)),
+            pages.num_free(shard),
+            -shard,
+        )
+        return max(free_shards, key=preference)
+
+    def _allocate(self, sample: Sample, shard: int) -> bool:
+        """Allocates the pages of a sample's tokens; returns whether there were enough."""
+        pages, layout = self._pages, self._pages.layout
+        size, continued_sample = layout.page_tokens, sample.continued_sample
+        retained = self._retained.pop(continued_sample, None)
+        if retained:
+            shared = retained.shared_prefix_length(sample.prompt)
+            if shared % size and pages.is_shared(retained.pages[shared // size]):
+                shared -= shared % size
+            reused = retained.pages[: layout.num_pages_for(shared)]
+            pages.free(retained.pages[len(reused) :])
+        else:
+            reused = pages.prompt_pages(shard, sample.request)
+            shared = len(reused) * size if sample.completion.tokens else 0
+            pages.add_reference(reused)  # before others are evicted
+        target_tokens = min(sample.num_tokens + self._chunk_tokens, sample.max_tokens)
+        if not self._evict_retained(
+            shard, layout.num_pages_for(target_tokens) - len(reused) + self._num_growing(shard)
+        ):
+            if retained:
+                self._retained[continued_sample] = RetainedPages(
+                    shard, reused, retained.tokens[:shared]
+                )
+            else:
+                pages.free(reused)
+            return False
+        num_pages = layout.num_pages_for(sample.num_tokens)
+        sample.num_cached_tokens = shared
+        sample.pages = [*reused, *pages.allocate(shard, num_pages - len(reused))]
+        if retained and sample.routes is not None:
+            sample.completion.routes = [sample.routes[:shared]] if shared else []
+        if sample.completion.tokens:
+            self.recomputed_tokens += sample.num_tokens - shared
+        elif not retained:
+            self.recomputed_tokens += self._evicted_tokens.pop(continued_sample, 0)
+        sample.page_writes = []
+        if sample.needs_full_prefill:
+            sample.page_writes = [
+                (sample.pages[i], i * size) for i in range(len(reused), num_pages)
+            ]
+            if not reused and len(self.requests[sample.request]) > 1:
+                full = sample.pages[: len(sample.prompt) // size]
+                pages.register_prompt(shard, sample.request, full)
+        return True
+
+    def _num_growing(self, shard: int) -> int:
+        """Number of active samples of a shard that may need another page.
+
+        That many pages stay free when a sample enters: else it would be preempted at once.
+        """
+        layout = self._pages.layout
+        active = [s for slot, s in self.active.items() if layout.shard_of_slot(slot) == shard]
+        if self._pages.num_free(shard) >= len(active) + layout.pages_per_slot:
+            return len(active)  # an upper bound will do: pages are plenty
+        return sum(layout.num_pages_for(s.max_tokens - 1) > len(s.pages) for s in active)
+
+    def _evict_retained(self, shard: int, count: int) -> bool:
+        """Evicts retained pages until `num_pages_for` are free; returns whether they are."""
+        while self._pages.num_free(shard) < count:
+            keys = [key for key, retained in self._retained.items() if retained.shard == shard]
+            if not keys:
+                return False
+            awaited = {sample.continued_sample for sample in self.waiting}
+            evicted = next((key for key in keys if key not in awaited), keys[0])
+            retained = self._retained.pop(evicted)
+            self._evicted_tokens[evicted] = len(retained.tokens)
+            self._pages.free(retained.pages)
+        return True
+
+    def reserve(self, num_tokens: int, *, preempt: bool) -> bool:
+        """Allocates the pages of the next `num_tokens` of each active sample, oldest first.
+
+        If there are too few, `preempt` evicts retained pages, then preempts the youngest samples;
+        else nothing happens, and the result is false.
+        """
+        layout, pages = self._pages.layout, self._pages
+
+        def num_missing(sample: Sample) -> int:
+            # The last token sampled is not in the cache yet.
+            end = min(sample.num_tokens + num_tokens, sample.max_tokens) - 1
+            return max(0, layout.num_pages_for(end) - len(sample.pages))
+
+        samples = sorted(self.active.values(), key=lambda sample: sample.arrival)
+        if not preempt:
+            missing_by_shard = collections.Counter[int]()
+            for sample in samples:
+                missing_by_shard[layout.shard_of_slot(sample.slot)] += num_missing(sample)
+            if any(count > pages.num_free(shard) for shard, count in missing_by_shard.items()):
+                return False
+        for sample in samples:
+            shard = layout.shard_of_slot(sample.slot)
+            while sample.slot >= 0 and not self._evict_retained(shard, num_missing(sample)):
+                candidates = (
+                    s for s in self.active.values() if layout.shard_of_slot(s.slot) == shard
+                )
+                self._preempt(max(candidates, key=lambda s: s.arrival))
+            if sample.slot >= 0:
+                sample.pages += pages.allocate(shard, num_missing(sample))
+        return True
+
+    def _preempt(self, sample: Sample) -> None:
+        """Frees a sample's slot and pages; it waits first in the queue, to be recomputed."""
+        self.num_preempted += 1
+        del self.active[sample.slot]
+        self._stale.add(sample.slot)
+        self._free_pages(sample)
+        sample.slot, sample.num_cached_tokens = -1, 0
+        self.waiting.appendleft(sample)
+
+    def _free_pages(self, sample: Sample) -> None:
+        self._pages.free(sample.pages)
+        sample.pages = []
+
+    def record_inserted(
+        self, entered: Sequence[Sample | None], sampled: Outputs, version: int = 0
+    ) -> None:
+        """Records the outputs of `insert`, whose columns are in the order of `entered`."""
+        for column, sample in enumerate(entered):
+            if sample is not None:
+                self._record_outputs(sample, sampled, column, version)
+
+    def compact(self, num_slots: int) -> list[tuple[int, int]]:
+        """Moves every active sample below slot `num_slots`; returns the moves (from, to)."""
+        sources = sorted(slot for slot in self.active if slot >= num_slots)
+        free = [slot for slot in range(num_slots) if slot not in self.active]
+        moves = list(zip(sources, free, strict=False))
+        for source, target in moves:
+            self.active[target] = self.active.pop(source)
+            self.active[target].slot = target
+            self._stale.discard(target)
+        return moves
+
+    def record_generated(self, sampled: Outputs, version: int = 0) -> int:
+        """Records the outputs of `generate`, a column per slot; returns the number of tokens."""
+        active = sorted(self.active.items())
+        return sum(self._record_outputs(sample, sampled, slot, version) for slot, sample in active)
+
+    def _record_outputs(self, sample: Sample, sampled: Outputs, column: int, version: int) -> int:
+        c, stop_strings = sample.completion, sample.params.stop_strings
+        num_before = len(c.tokens)
+        count = sample.append_outputs(sampled, column, version)
+        if count:
+            self._unreported.setdefault(sample, num_before)
+        ended = sampled.remaining[column] <= 0  # on the device
+        if ended:
+            c.finish_reason = "stop" if c.tokens[-1] in sample.params.stop_tokens else "length"
+        if count and stop_strings:
+            try:
+                text, begin = (
+                    [*sample.resumed_tokens, *c.tokens],
+                    len(sample.resumed_tokens) + num_before,
+                )
+                length = requests.num_tokens_to_stop(text, begin, stop_strings, self._decode)
+                length = max(0, length - len(sample.resumed_tokens))
+            except Exception as error:  # in the user's decoder: ends only this sample
+                sample.error, c.finish_reason, length = error, "error", 0
+            if length:
+                for fields in (c.tokens, c.log_probs, c.versions, c.top_log_probs):
+                    del fields[length:]
+                c.finish_reason = "stop"
+        if c.finish_reason:
+            del self.active[sample.slot]
+            if not ended:
+                self._stale.add(sample.slot)
+            if sample.retains_pages and c.finish_reason != "error":
+                self._retain(sample)
+            self._free_pages(sample)
+        return count
+
+    def _retain(self, sample: Sample) -> None:
+        """Keeps the pages of a finished sample for a request that continues it."""
+        # The last token is not in the cache.
+        tokens, layout = sample.tokens[:-1], self._pages.layout
+        pages = sample.pages[: layout.num_pages_for(len(tokens))]
+        sample.pages = sample.pages[len(pages) :]
+        retained = RetainedPages(layout.shard_of_slot(sample.slot), pages, tokens)
+        self._retained[sample.request, sample.index] = retained
+
+    def stale_slots(self) -> list[int]:
+        """Slots that are free on the host but still active on the device; each is reported once."""
+        stale, self._stale = sorted(self._stale), set()
+        return stale
+
+    def progress(self) -> list[Progress]:
+        """Tokens sampled since the last call; drops finished requests."""
+        touched, self._unreported = self._unreported, {}
+        for number in {sample.request for sample in touched}:
+            if all(sample.completion.finish_reason for sample in self.requests[number]):
+                del self.requests[number]
+        return [sample.progress(first) for sample, first in touched.items()]

@@ -1,0 +1,163 @@
+"""What a run has follows from what its functions read."""
+
+import jax
+import pytest
+
+from jaxrl_llm.algorithms import requirements
+from jaxrl_llm.config import AlgorithmConfig, ConfigError
+from jaxrl_llm.config.bridge import from_config_dict
+from jaxrl_llm.config.recipes import ADVANTAGES, POLICY_LOSSES
+from jaxrl_llm.learner import job_models, predict
+from jaxrl_llm.trainer import rl
+
+NOTHING = AlgorithmConfig(kl_in="none")
+TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+
+
+def found(**settings):
+    """Returns the names of what a run has for these settings."""
+    needed = requirements.requirements(AlgorithmConfig(**{"kl_in": "none", **settings}))
+    names = ("critic", "cost_critic", "reference", "greedy_baseline", "old_log_probs")
+    assert needed.num_critics == needed.critic + needed.cost_critic
+    return {name for name in names if getattr(needed, name)}
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_of_every_advantage(name):
+    has = {"gae": {"critic"}, "remax": {"greedy_baseline"}}
+    has |= {token_baseline: {"old_log_probs"} for token_baseline in TOKEN_BASELINES}
+    assert found(advantage=name) == has.get(name, set())
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_of_every_policy_loss(name):
+    asked = {"old_log_probs"} if name in ("clip_cov", "kl_cov") else set()
+    assert found(policy_loss=name) == asked
+
+
+@pytest.mark.parametrize(
+    "settings, has",
+    [
+        ({"kl_in": "reward"}, {"reference", "old_log_probs"}),
+        ({"kl_in": "loss"}, {"reference"}),
+        ({"correction": "token"}, {"old_log_probs"}),
+        (
+            {"rejections": ("token_k1",), "rejection_lows": (0.5,), "rejection_highs": (2.0,)},
+            {"old_log_probs"},
+        ),
+        ({"advantage": "gae", "safe": True}, {"critic", "cost_critic", "old_log_probs"}),
+    ],
+    ids=["kl_in_reward", "kl_in_loss", "correction", "rejections", "safe"],
+)
+def test_of_what_else_reads(settings, has):
+    assert found(**settings) == has
+
+
+USER = """
+def plain(rewards, response_mask):
+    return rewards, rewards
+
+def with_values(rewards, response_mask, values):
+    return rewards - values, rewards
+
+def with_baselines(rewards, response_mask, baselines=None):
+    return rewards - baselines[:, None], rewards
+
+def with_entropy(rewards, old_log_probs):
+    return rewards, rewards
+
+def with_rest(rewards, **rest):
+    return rewards, rewards
+
+def unknown(rewards, prices):
+    return rewards, rewards
+
+def near_reference(log_probs, ref_log_probs):
+    return (log_probs - ref_log_probs).sum(), {}
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(USER)
+    return lambda name: f"{path}:{name}"
+
+
+def test_of_users_functions(mine):
+    assert found(advantage=mine("plain")) == set()
+    assert found(advantage=mine("with_values")) == {"critic"}
+    assert found(advantage=mine("with_baselines")) == {"greedy_baseline"}
+    assert found(advantage=mine("with_entropy")) == {"old_log_probs"}
+    # What has **rest gets what there is, no model more.
+    assert found(advantage=mine("with_rest")) == {"old_log_probs"}
+    assert found(policy_loss=mine("near_reference")) == {"reference"}
+
+
+VALUES = {
+    "model": {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1},
+    "rewards": {"functions": {"answer": {"function": "arithmetic"}}},
+    "rollout": {"max_response_tokens": 16},
+    "placement": {"choice": "standalone"},
+}
+
+
+def test_a_run_gets_the_critic_that_a_users_advantage_reads(mine):
+    for name, critic in (("plain", False), ("with_values", True)):
+        of_run = {"advantage": mine(name), "kl_in": "none"}
+        config = from_config_dict({**VALUES, "algorithm": of_run})
+        apart = job_models.make_models(
+            config, job_models.role_meshes(config, jax.devices()[:6])
+        ).meshes
+        assert (apart["critic"] != apart["policy"]) == critic
+        assert predict.is_on_policy(config)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("unknown", "parameter 'prices' is not available; available: .*values"),
+        ("absent", "has no 'absent'; its functions: plain"),
+    ],
+)
+@pytest.mark.parametrize("choice", ["colocate", "standalone"])
+def test_what_there_is_not_is_refused_before_any_work(name, message, choice, mine, tmp_path):
+    values = {**VALUES, "placement": {"choice": choice}, "algorithm": {"advantage": mine(name)}}
+    with pytest.raises(ConfigError, match=f"config.algorithm.advantage.*{message}"):
+        rl.train(from_config_dict(values), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_does_not_go_together_is_named(mine):
+    requirements.check_functions(NOTHING)
+    for settings, path, message in (
+        ({"safe": True}, "safe", "set advantage='gae'"),
+        ({"safe": True, "advantage": mine("plain")}, "safe", "with critics"),
+        ({"dynamic_sampling": True, "advantage": "remax"}, "dynamic_sampling", "'remax'"),
+        (
+            {"dynamic_sampling": True, "advantage": mine("with_baselines")},
+            "dynamic_sampling",
+            "groups are of one sample",
+        ),
+    ):
+        config = AlgorithmConfig(**settings)
+        with pytest.raises(ConfigError) as found:
+            requirements.check_functions(config)
+        (said,) = found.value.problems
+        assert said.startswith(f"config.algorithm.{path}: ") and message in said
+        # What a user's function reads is known when it is found, the rest with the config.
+        of_config = [f"config.algorithm.{path}: {text}" for path, text in config.problems()]
+        assert (said in of_config) == (":" not in config.advantage)
+    requirements.check_functions(AlgorithmConfig(safe=True, advantage=mine("with_values")))
+
+
+def test_models_that_nothing_reads_are_warned_about(mine):
+    values = {**VALUES, "critic": {"path": "there"}, "reference": {"path": "there"}}
+    unread = from_config_dict({**values, "algorithm": {"kl_in": "none", "critic_warmup_steps": 1}})
+    assert [text.partition(":")[0] for text in requirements.warnings(unread)] == [
+        "config.reference.path",
+        "config.critic.path",
+        "config.algorithm.critic_warmup_steps",
+    ]
+    read = {"kl_in": "loss", "critic_warmup_steps": 1, "advantage": mine("with_values")}
+    assert not list(requirements.warnings(from_config_dict({**values, "algorithm": read})))
