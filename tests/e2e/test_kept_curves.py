@@ -10,13 +10,12 @@ import pytest
 # later steps are other samples of nearly the same distribution. So only the numbers before the
 # first update are compared. Of right answers, a share of 0.08 of 512 and of 256, two runs differ by
 # a standard error of 0.017 and 0.024, and lengths (deviation 8) by 0.5 and 0.7: three are allowed.
-# The entropy after the warm start has differed by 0.074 between two machines with the same code.
 ELSEWHERE = {
     "val-core/arithmetic/mean@4": 0.05,
     "val-aux/response_length/mean": 1.5,
     "critic/rewards/mean": 0.07,
     "response_length/mean": 2.1,
-    "actor/entropy": 0.15,
+    "actor/entropy": 0.05,
 }
 
 
