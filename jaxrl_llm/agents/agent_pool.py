@@ -204,9 +204,8 @@ class AgentPool(contextlib.AbstractContextManager["AgentPool"]):
 
     def _send(self, episode: int, request: Mapping[str, Any]) -> None:
         process, now = self._process_of_episode[episode], time.monotonic()
-        if not (
-            self._is_shared and process.open_requests
-        ):  # with others open, their answers move it
+        # with others open, their answers move it
+        if not (self._is_shared and process.open_requests):
             process.deadline = now + self._answer_timeout_s(_is_start(request))
         self._num_requests += 1
         process.open_requests[self._num_requests] = episode, now

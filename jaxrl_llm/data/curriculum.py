@@ -25,9 +25,8 @@ class PromptStatistics:
     answers: Float[np.ndarray, " P"]  # number of scored responses
     successes: Float[np.ndarray, " P"]
     scores: Float[np.ndarray, " P"]  # sum of the scores
-    last_batch: Float[
-        np.ndarray, " P"
-    ]  # number of the last draw with this prompt, from 1; 0: never
+    # number of the last draw with this prompt, from 1; 0: never
+    last_batch: Float[np.ndarray, " P"]
 
     @classmethod
     def zeros(cls, count: int) -> "PromptStatistics":

@@ -27,9 +27,8 @@ class PromptIterator:
         curriculum: CurriculumConfig = NO_CURRICULUM,
     ):
         rows = dataset.rows or dataset.prompts
-        self.max_prompt_tokens = (
-            dataset.max_prompt_tokens
-        )  # length of the longest prompt in tokens; 0: unknown
+        # length of the longest prompt in tokens; 0: unknown
+        self.max_prompt_tokens = dataset.max_prompt_tokens
         self._curricula: list[Curriculum] = []
         self._cursor: RowIterator[Prompt] = Stream(rows, seed, config.shuffle, config.num_workers)
         if curriculum.choice:

@@ -208,9 +208,8 @@ def build_models(
         _check_mesh(config, mesh, shape)
     checks.check_roles(config, {role: mesh.shape for role, mesh in meshes.items()})
     mesh = meshes["policy"]
-    decoder = dataclasses.replace(
-        shape, vision=None
-    )  # a frozen vision encoder is kept outside the network
+    # a frozen vision encoder is kept outside the network
+    decoder = dataclasses.replace(shape, vision=None)
     policy = make_network(config, shape if config.trains_vision_tower else decoder, "lm", mesh)
     if config.learns_from_samples:
         suppressed = suppressed_tokens(config.require_rl(), unused_tokens)

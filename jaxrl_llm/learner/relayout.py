@@ -64,9 +64,8 @@ def relayout_state(config: RLConfig, models: Models, state: LearnerState) -> Lea
 
 def relayout_frozen(config: RLConfig, models: Models, frozen: FrozenModels) -> FrozenModels:
     """The frozen weights in the layout of `models`; consumes the old ones."""
-    is_shared = (
-        frozen.reference is frozen.base_params
-    )  # true with LoRA, if both are on the same devices
+    # true with LoRA, if both are on the same devices
+    is_shared = frozen.reference is frozen.base_params
     on_host = "reference" in config.mesh.on_host and not config.lora.rank
 
     def move_params(params: Params, network: Network, mesh: Mesh) -> Params:
@@ -111,9 +110,8 @@ def _move(array: jax.Array, target: Any) -> jax.Array:
     if array.sharding == target:
         return array
     if array.sharding.device_set != target.device_set:
-        return device_pools.move_to_pool(
-            array, target
-        )  # shards may be shared with the old array, which is freed later
+        # shards may be shared with the old array, which is freed later
+        return device_pools.move_to_pool(array, target)
     resharded = _reshard_program(target)(array)
     if not array.is_deleted():  # donation was not possible: free it here
         jax.block_until_ready(resharded)

@@ -127,9 +127,8 @@ class Updater:
     config: RLConfig
     models: Models
     base_params: Params  # the frozen parameters under the policy's adapters; empty without adapters
-    meshes_by_role: Mapping[
-        str, Mesh
-    ]  # mesh of each learner of the run: "policy", "critic", "cost_critic"
+    # mesh of each learner of the run: "policy", "critic", "cost_critic"
+    meshes_by_role: Mapping[str, Mesh]
     programs: Mapping[Mesh, Any]
     # Called with the pending results of each update, before anything waits for them.
     on_wait: Callable[[Any], None] = lambda pending: None

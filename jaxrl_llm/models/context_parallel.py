@@ -196,9 +196,8 @@ def _run_ring(shards: int, ids, work, result, moving, visitors):
     # the temporary memory of a compiled step shows the difference.
     device, ids, visitors = lax.optimization_barrier((lax.axis_index(SEQUENCE_AXIS), ids, visitors))
     blocks, _, size = ids.shape
-    all_ids = lax.all_gather(
-        ids, SEQUENCE_AXIS
-    )  # [shards, blocks, B, size]: too small to send in turns
+    # [shards, blocks, B, size]: too small to send in turns
+    all_ids = lax.all_gather(ids, SEQUENCE_AXIS)
     local_starts = _block_starts(device, shards, blocks, size)
     send_to_next = functools.partial(
         lax.ppermute, axis_name=SEQUENCE_AXIS, perm=[(i, (i + 1) % shards) for i in range(shards)]

@@ -10,9 +10,8 @@ class ImageInputs(NamedTuple):
     """Images of packed rows: features, where they go, and positions of three parts."""
 
     positions: Int[Array, "*M B T 3"]  # time, row and column, see `patches.mrope_positions`
-    feature_index: Int[
-        Array, "*M B T"
-    ]  # index of the vector that replaces each embedding; -1: none
+    # index of the vector that replaces each embedding; -1: none
+    feature_index: Int[Array, "*M B T"]
     features: Float[Array, "*M vectors D"]  # features of the vision encoder
 
     def replace_embeddings(

@@ -42,9 +42,8 @@ class SelectedTargets:
     """Selected targets in each row, none the first token of its sequence."""
 
     positions: Int[Array, "B chosen"]  # of the targets, each at most once in a row; T: padding
-    predecessors: Int[
-        Array, "B chosen"
-    ]  # position of the token before each target, in the same row
+    # position of the token before each target, in the same row
+    predecessors: Int[Array, "B chosen"]
     length: int  # T
 
     @property

@@ -189,9 +189,8 @@ class Network:
 
     def abstract_params(self) -> Params:
         """The shapes and dtypes of the parameters, without allocating any."""
-        return jax.tree.map(
-            lambda a: a, _abstract_params(self)
-        )  # a copy: the cached tree is shared
+        # a copy: the cached tree is shared
+        return jax.tree.map(lambda a: a, _abstract_params(self))
 
     def logical_axes(self) -> Params:
         """The tree of `init` with a tuple of logical dim names for each array."""

@@ -218,9 +218,8 @@ class Microbatch:
     # For rows with images, see `models.image_inputs.ImageInputs`; [R, W, 0]: there are none.
     mrope_positions: Int[Array, "*M R W parts"]  # M-RoPE positions
     image_index: Int[Array, "*M R W one"]  # index into `PackedBatch.image_features`; -1: no image
-    image_features: Float[
-        Array, "*M vectors D"
-    ]  # of the whole batch, set by `PackedBatch.microbatch`; else empty
+    # of the whole batch, set by `PackedBatch.microbatch`; else empty
+    image_features: Float[Array, "*M vectors D"]
     # `pipeline.StageOutputs`: the stage outputs, which the rest of the network reads.
     stage_outputs: Any = ()
 

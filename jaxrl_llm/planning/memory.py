@@ -111,9 +111,8 @@ def step_memory(setting: RunSetting, roles: Collection[str] = ROLES) -> dict[str
         for name, parts in program_parts(setting, roles).items()
     }
     if {"policy", "rollout"} <= set(roles) and setting.config.trainer.sampling == "sync":
-        for name in {"score", "score_critic", "train"} & set(
-            totals
-        ):  # after `PolicySampler.release`
+        # after `PolicySampler.release`
+        for name in {"score", "score_critic", "train"} & set(totals):
             totals[name] -= setting.resident_parts("rollout")
     return totals
 
@@ -206,9 +205,8 @@ class _MicrobatchBytes:
         self.saved_scores = (self.scores + rows.key_copies * (self.keys + self.values)) * one_block
 
         vocab = setting.tensor_shard(shape.vocab_size)  # rows of the head in the computation
-        local_vocab = (
-            setting.local_params("lm")["embed"] // shape.hidden_size
-        )  # rows of the stored shard
+        # rows of the stored shard
+        local_vocab = setting.local_params("lm")["embed"] // shape.hidden_size
         scored_tokens = (
             round(rows.rows * rows.scored_tokens) if setting.mesh["sequence"] == 1 else tokens
         )

@@ -130,9 +130,8 @@ def resolve(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
     """
     requirements.check_functions(config.algorithm)
     for path in config.scorer_paths:
-        config_reader.read_config(
-            path
-        )  # report a broken folder before any plan: that would only say that the run does not fit
+        # report a broken folder before any plan: that would only say that the run does not fit
+        config_reader.read_config(path)
     config = _with_started_sizes(config, workdir)
     return (
         _with_sizes_from(config, _with_local_choices(config)) if _has_open_sizes(config) else config

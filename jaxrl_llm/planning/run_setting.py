@@ -401,9 +401,8 @@ class RunSetting:
         """Bytes that each reshard program writes: embedding, head and norm; one layer per stage."""
         rollout_bytes = self._rollout_bytes
         name, stack = list(self.policy.layer_stacks.items())[-1]  # a MoE stack, if there is one
-        layer = (
-            rollout_bytes[f"layers.{name}"] / len(stack.layer_indices) * stack.stages
-        )  # one of each stage
+        # one of each stage
+        layer = rollout_bytes[f"layers.{name}"] / len(stack.layer_indices) * stack.stages
         return {
             "reshard": 1.0 * rollout_bytes.total() - num_layer_params(rollout_bytes),
             "reshard_layer": layer,

@@ -111,9 +111,8 @@ def _faults(
         if term.function in user_functions:
             pool = user_checks.pool(user_functions, config)
             _add_faults(faults, name, term, prompts, functools.partial(_problems_in_pool, pool))
-        elif (
-            term.function in functions_lib.REWARD_FUNCTIONS
-        ):  # `rewards.base.check_rewards` rejects others
+        # `rewards.base.check_rewards` rejects others
+        elif term.function in functions_lib.REWARD_FUNCTIONS:
             _add_faults(faults, name, term, prompts, _problems_in_process)
     return [faults[row] for row in sorted(faults)]
 

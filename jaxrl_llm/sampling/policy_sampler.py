@@ -198,9 +198,8 @@ def make_sampler(
     prompts, most = config.trainer.prompts_per_step, config.max_sequence_tokens
     shapes = host_inputs.prefill_shapes(prompts, longest_prompt, most) if longest_prompt else ()
     if shapes and config.max_staleness > 0 and config.trainer.new_weights == "recompute":
-        shapes += host_inputs.prefill_shapes(prompts, most, most)[
-            -1:
-        ]  # for prompts with begun responses
+        # for prompts with begun responses
+        shapes += host_inputs.prefill_shapes(prompts, most, most)[-1:]
     args = EngineArgs(
         network,
         target,

@@ -22,9 +22,8 @@ from jaxrl_llm.types import Rewards, Rollouts, Weights
 # The random keys of a step: for its samples, and for its updates.
 StepKeys = tuple[jax.Array, jax.Array]
 ScoreRollouts = Callable[[Rollouts], Rewards]
-BeginScoring = Callable[
-    [Rollouts, int], None
-]  # rows, and the index of the first one in the scored batch
+# rows, and the index of the first one in the scored batch
+BeginScoring = Callable[[Rollouts, int], None]
 Batch = TypeVar("Batch", Rollouts, Rewards)
 
 
@@ -199,9 +198,8 @@ def score_episodes(score: ScoreRollouts, rollouts: Rollouts) -> Rewards:
     ends = np.unique(last)
     if len(ends) == len(last):
         return score(rollouts)
-    last_rows = _select_rows(
-        rollouts, ends, prompts=rollouts.prompts
-    )  # every prompt has such a row
+    # every prompt has such a row
+    last_rows = _select_rows(rollouts, ends, prompts=rollouts.prompts)
     rewards = _select_rows(score(last_rows), np.searchsorted(ends, last))
     if rewards.turn_rewards is not None:  # they are placed in the last row of the episode
         rewards.turn_rewards[last != np.arange(len(last))] = 0.0

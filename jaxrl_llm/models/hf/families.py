@@ -48,9 +48,8 @@ class ModelFamily:
     # `Architecture` field -> key, in addition to `ARCHITECTURE_KEYS`.
     config_keys: Fields = dataclasses.field(default_factory=dict)
     defaults: Fields = dataclasses.field(default_factory=dict)  # values of absent keys
-    required_values: Fields = dataclasses.field(
-        default_factory=dict
-    )  # the only implemented value of a key
+    # the only implemented value of a key
+    required_values: Fields = dataclasses.field(default_factory=dict)
     codecs: tuple[FieldCodec, ...] = ()  # fields of a `Architecture` that need code
     # Attention type of a layer, by index; None: full in all layers.
     attention_type: Callable[[Config, int], str] | None = None

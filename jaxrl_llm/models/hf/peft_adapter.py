@@ -16,9 +16,8 @@ from jaxrl_llm.models.hf.tensor_names import TensorName, tensor_names
 from jaxrl_llm.models.transformer import Network, Params
 
 _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-_SCORE_NAME = TensorName(
-    ("score",), "base_model.model.score.weight"
-)  # the full head of a scalar network
+# the full head of a scalar network
+_SCORE_NAME = TensorName(("score",), "base_model.model.score.weight")
 _FACTORS = {"lora_a": "lora_A", "lora_b": "lora_B"}
 # Keys of adapter_config.json that do not affect the arithmetic of loaded adapters, or that are
 # checked against the network. All others must hold a neutral value.

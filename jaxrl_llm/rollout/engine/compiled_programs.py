@@ -53,9 +53,8 @@ class EnginePrograms:
         cache_tokens: int = 0,
     ):
         self.mesh, self.num_slots, self.max_tokens = mesh, num_slots, max_tokens
-        self.wait_compiled: Callable[[], None] = lambda: (
-            None
-        )  # waits for programs compiled in the background
+        # waits for programs compiled in the background
+        self.wait_compiled: Callable[[], None] = lambda: None
         self.num_routes = network.num_routes if keeps_routes else 0
         self._replicated = mesh_lib.replicated(mesh)
         with_rules = mesh_lib.axis_rules(mesh_lib.ROLLOUT_ACTIVATIONS[layout])

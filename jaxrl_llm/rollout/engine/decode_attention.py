@@ -53,13 +53,11 @@ class Visibility(NamedTuple):
 
     query_positions: Int[Array, "S Q"]  # positions of the queries
     first_visible: Mapping[AttentionKind, Int[Array, "S Q"]]  # first visible position in the cache
-    cached_ends: Int[
-        Array, " S"
-    ]  # one past the last position in the cache; 0: nothing is visible there
+    # one past the last position in the cache; 0: nothing is visible there
+    cached_ends: Int[Array, " S"]
     recent_mask: Mapping[AttentionKind, Bool[Array, "S Q recent"]]
-    cached_mask: Mapping[
-        AttentionKind, Bool[Array, "S Q window"]
-    ]  # gathered positions; {}: pages are read
+    # gathered positions; {}: pages are read
+    cached_mask: Mapping[AttentionKind, Bool[Array, "S Q window"]]
 
 
 def make_visibility(

@@ -40,9 +40,8 @@ class DecodeState:
     cache: Cache
     tokens: Int[Array, " S"]  # sampled last, not in the cache yet
     positions: Int[Array, " S"]  # of that token in its sequence
-    rotary_offsets: Int[
-        Array, " S"
-    ]  # added for rotary positions: images use fewer positions than tokens
+    # added for rotary positions: images use fewer positions than tokens
+    rotary_offsets: Int[Array, " S"]
     remaining: Int[Array, " S"]  # tokens that may still be sampled
     stop_tokens: Int[Array, "S stops"]  # tokens that end the sample; -1 is none
     history: Int[Array, "S T"]  # all tokens by position, for speculation; T is 0 without

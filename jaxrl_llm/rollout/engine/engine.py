@@ -290,9 +290,8 @@ class Engine:
 
     def _extend(self, params: Params, continuing: list[Sample], version: int) -> None:
         """Prefills the tokens of continued samples that their pages do not hold, in chunks."""
-        next_token = {
-            sample: sample.num_cached_tokens for sample in continuing
-        }  # the next token to read
+        # the next token to read
+        next_token = {sample: sample.num_cached_tokens for sample in continuing}
         sampled: list[
             tuple[list[Sample | None], device_programs.Outputs]
         ] = []  # read after all are dispatched
@@ -410,11 +409,11 @@ class Engine:
         return self._dispatch(params, version, chunk.num_slots, longest)
 
     def _read_chunk(self, chunk: _Chunk) -> None:
-        """Reads what a chunk sampled."""
+        """Reads the outputs of a decode chunk and records its tokens."""
         sampled = kv_store_broadcast.device_get(chunk.outputs)
-        # [steps, S]: an active slot gets a token in every step, whatever was guessed.
-        given = np.reshape(sampled.tokens >= 0, (-1, self._step_tokens, chunk.num_slots))
-        active = np.any(given, axis=1)
+        # [steps, S]: an active slot gets a token in every step, whatever was drafted.
+        has_token = np.reshape(sampled.tokens >= 0, (-1, self._step_tokens, chunk.num_slots))
+        active = np.any(has_token, axis=1)
         steps, slot_steps = int(np.any(active, axis=1).sum()), int(active.sum())
         s = self.statistics
         s.decode_tokens += self._scheduler.record_generated(sampled, chunk.version)

@@ -68,9 +68,8 @@ class PagedView:
 
     cache: Cache
     table: Int[Array, "S pages"]
-    page_schedules: dict[
-        tuple[int, int], Any
-    ]  # page schedules of the TPU kernel by attention kind; else {}
+    # page schedules of the TPU kernel by attention kind; else {}
+    page_schedules: dict[tuple[int, int], Any]
     reader: str = dataclasses.field(metadata={"static": True})  # `attending.CacheReader`
 
 

@@ -218,9 +218,8 @@ def tpu_partial_attention(
         *(pool for pool in pools for _ in range(pages_per_step)),
     )
     mixed, total, top = outputs
-    has_pages = (schedule.steps_per_slot > 0)[
-        :, None, None, None
-    ]  # the kernel never writes other slots
+    # the kernel never writes other slots
+    has_pages = (schedule.steps_per_slot > 0)[:, None, None, None]
     return OnlineSoftmax(
         jnp.where(has_pages, mixed, 0.0),
         jnp.where(has_pages, total[..., :1], 0.0),

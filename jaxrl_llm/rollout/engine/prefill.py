@@ -95,9 +95,8 @@ def prefill(
     def concatenate_rows(entries: Float[Array, "R T K H"]) -> Float[Array, "K tokens H"]:
         entries = jnp.pad(entries[:, :width], ((0, int(shared)), (0, 0), (0, 0), (0, 0)))
         entries = entries.reshape(-1, *entries.shape[2:]).swapaxes(0, 1)
-        return constrain(
-            entries, "kv_heads", None, None
-        )  # replicated: any slot may need any prompt
+        # replicated: any slot may need any prompt
+        return constrain(entries, "kv_heads", None, None)
 
     keys, *values = zip(*(map(concatenate_rows, entries) for entries in caches), strict=True)
     tokens = jnp.pad(prompts.tokens, ((0, int(shared)), (0, 0))).reshape(-1)
@@ -151,9 +150,8 @@ def _chunked_prefill(network, params, prompts, size):
         caches, last, routes = carry
         start = i * size
         positions = jnp.broadcast_to(start + jnp.arange(size), (rows, size))
-        distances = positions[:, None, :, None] - jnp.arange(
-            count * size
-        )  # distance of each key from each query
+        # distance of each key from each query
+        distances = positions[:, None, :, None] - jnp.arange(count * size)
         chunk_of = lambda a: lax.dynamic_slice_in_dim(a, start, size, 1)  # noqa: E731
         chunk_images = sights
         if chunk_images is not None:
