@@ -1,7 +1,8 @@
-"""Numbers of two seeded runs, kept in `tests/goldens/curves.json`.
+"""Numbers of two seeded runs by machine, kept in `tests/goldens/curves.json`.
 
-`PYTHONPATH=.:tests python tests/e2e/curves.py` makes the file anew, after a change that is meant to
-change numbers. `test_kept_curves.py` compares.
+`PYTHONPATH=.:tests python tests/e2e/curves.py` replaces those of this machine or adds them; after a
+change that is meant to change numbers, remove the other machines' first. `test_kept_curves.py`
+compares.
 """
 
 import json
@@ -71,8 +72,9 @@ def curves(
 
 
 def write(made_by: dict[str, str], made: dict[str, dict[str, list[float | None]]]) -> None:
-    """Writes the file, a curve a line."""
-    text = json.dumps({"made_by": made_by, **made}, indent=1)
+    """Writes the file with the curves of this machine among those of others, a curve a line."""
+    others = [kept for kept in json.loads(FILE.read_text()) if kept["made_by"] != made_by]
+    text = json.dumps([*others, {"made_by": made_by, **made}], indent=1)
     FILE.write_text(re.sub(r"\n   *(?=[-\dn\]])", " ", text) + "\n")
 
 

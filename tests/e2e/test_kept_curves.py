@@ -27,10 +27,12 @@ ELSEWHERE = {
     ],
 )
 def test_numbers_are_those_that_were_kept(name, tmp_path, cache):
-    kept = json.loads(curves.FILE.read_text())
-    if kept["made_by"] == curves.machine():
-        assert curves.curves(name, tmp_path / "run", cache) == kept[name]
-        return
+    by_machine = json.loads(curves.FILE.read_text())
+    for kept in by_machine:
+        if kept["made_by"] == curves.machine():
+            assert curves.curves(name, tmp_path / "run", cache) == kept[name]
+            return
+    kept = by_machine[0]
     found = curves.curves(name, tmp_path / "run", cache, num_steps=1)
     for metric, tolerance in ELSEWHERE.items():
         first = next(i for i, number in enumerate(kept[name][metric]) if number is not None)
