@@ -230,22 +230,20 @@ def test_nothing_raises(name, pieces):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_reading_takes_linear_time(name):
-    """Four times the text takes about four times the time.
-
-    64 KB take at most 36 ms on an idle machine (docs/log.md); the limit leaves room for a busy one.
-    """
+    """Four times the text takes about four times the time, and 64 KB less than 50 ms."""
     for unit in ADVERSARIAL:
         seconds = []
         for size in (16_000, 64_000):
             text = (unit * (size // len(unit) + 1))[:size]
             times = []
-            for _ in range(5):
+            # A busy machine slows single runs: the fastest counts, of as many as it takes.
+            while len(times) < 5 or (min(times) >= 0.05 and len(times) < 40):
                 begun = time.process_time()
                 FORMATS[name].parse(text, SCHEMAS)
                 times.append(time.process_time() - begun)
             seconds.append(min(times))
         assert seconds[1] < 10 * seconds[0] + 0.005, (unit, seconds)
-        assert seconds[1] < 0.3, (unit, seconds)
+        assert seconds[1] < 0.05, (unit, seconds)
 
 
 def test_the_setting_names_the_formats():
