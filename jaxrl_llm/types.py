@@ -46,7 +46,7 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] = ()
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     images: tuple[PromptImage, ...] = ()  # in token order
-    where: str = ""  # `FILE_NAME, row N`, for error messages; "": not from a file
+    where: str = ""  # `FILE, row N`, for error messages; "": not from a file
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "Prompt":

@@ -32,7 +32,7 @@ _TOKEN = re.compile(
 
 
 def read_rows(paths: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """Yields the origin `FILE_NAME, row N` and the content of each row, file after file.
+    """Yields the origin `FILE, row N` and the content of each row, file after file.
 
     N counts from 1 and is the line number in a JSON lines file, whose blank lines are skipped. A
     folder is read recursively, its files sorted by name.

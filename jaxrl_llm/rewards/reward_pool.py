@@ -43,7 +43,7 @@ class RewardCall:
     solution_str: str
     ground_truth: Any  # if `is_check`, a list of them
     extra_info: Mapping[str, Any]
-    location: str = ""  # row of the data file, `FILE_NAME, row N`; "": `row` names it
+    location: str = ""  # row of the data file, `FILE, row N`; "": `row` names it
     is_check: bool = False  # run `truth_problems` of the function instead of scoring
 
 

@@ -134,9 +134,7 @@ def python_of(document):
 
 
 def name_of(command):
-    """Returns the name of a command, written as `python launch/NAME.py` or as `jaxrl_llm
-    LOCK_FILE`.
-    """
+    """Returns the name of a command, written as `python launch/NAME.py` or as `jaxrl_llm NAME`."""
     return pathlib.Path(command.split()[1]).stem
 
 
@@ -198,6 +196,7 @@ def test_the_commands_of_runs(capsys, place, monkeypatch):
     monkeypatch.setattr(server, "run", lambda *_, **__: None)
     monkeypatch.chdir(place)
     (place / "my_algorithm.py").write_text(python_of("custom_algorithm.md")[0])
+    (place / "my_engine.py").write_text(python_of("custom_engine.md")[0])
     exec(python_of("data.md")[1], {})
     for command in sorted(OF_A_RUN, key=lambda c: name_of(c) != "train"):
         run = re.search(r"--workdir=runs/(\w+)", command)[1]

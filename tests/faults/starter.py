@@ -117,7 +117,7 @@ def halved(function, die):
         die()
         return function(folder, digests)
 
-    return {"write_all": write_all, "write": write}[function.__name__]
+    return {"write_all": write_all, "write_seal": write}[function.__name__]
 
 
 def arm(point: str, number: signal.Signals) -> None:

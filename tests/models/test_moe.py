@@ -316,7 +316,7 @@ def test_routes_of_runs_are_followed_when_layers_are_read_again():
     routes = full.flatten_routes(routed.chosen)
     again = loss_and_gradients(full, params, *given, routes=routes)
     close(again[1], loss_and_gradients(Network(RUNS), params, *given)[1])
-    assert (again[0][1].num_agreeing == again[0][1].given).all()
+    assert (again[0][1].num_agreeing == again[0][1].num_replayed).all()
 
 
 def test_patterns_are_the_layers_one_after_another():
