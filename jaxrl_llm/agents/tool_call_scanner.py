@@ -6,6 +6,7 @@ streamed replies, and reads every character a bounded number of times: a search 
 stopped when the text grew, and a mark that the ended text does not hold is searched for once.
 """
 
+import functools
 import json
 import re
 from collections.abc import Generator, Mapping, Sequence
@@ -86,15 +87,15 @@ class Scanner:
 
         ("", position of the first character that is no white space) if none of them follows.
         """
-        start = yield from self.skip_space(start)
-        while True:
+        while not self.ended:
+            start = yield from self.skip_space(start)
             rest = self.text[start : start + max(map(len, marks))]
-            if self.ended or not any(
-                len(mark) > len(rest) and mark.startswith(rest) for mark in marks
-            ):
-                longest = max((m for m in marks if rest.startswith(m)), key=len, default="")
-                return longest, start + len(longest)
+            if not any(len(mark) > len(rest) and mark.startswith(rest) for mark in marks):
+                break
             yield None
+        match = _pattern(marks, spaces=True).match(self.text, start)
+        assert match  # white space and no mark match as well
+        return match[1], match.end()
 
     def word(self, start: int) -> Waiting[int]:
         """The position behind the characters from `start` on that are no space, `<` or `>`."""
@@ -110,7 +111,7 @@ class Scanner:
 
         Returns the end of the text if it has none of them. Without `emit`, nothing is yielded.
         """
-        pattern = re.compile("|".join(map(re.escape, marks)))
+        pattern = _pattern(marks)
         while True:
             match = pattern.search(self.text, start)
             end = match.start() if match else len(self.text)
@@ -210,6 +211,13 @@ class Scanner:
             if not mark:
                 return self.ended and start >= len(self.text)
         return True
+
+
+@functools.cache
+def _pattern(marks: Sequence[str], spaces: bool = False) -> re.Pattern[str]:
+    """Matches any of `marks`, the longest first; with `spaces`, white space and perhaps a mark."""
+    longest_first = "|".join(map(re.escape, sorted(marks, key=len, reverse=True)))
+    return re.compile(rf"\s*({longest_first}|)" if spaces else longest_first)
 
 
 def partial_mark_length(text: str, marks: Sequence[str]) -> int:
