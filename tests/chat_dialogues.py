@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl_llm.data.loss_masks import Dialogue
+from jaxrl_llm.data.chat.loss_masks import Dialogue
 
 # Templates of models that are often trained; only tests read them.
 FOLDER = pathlib.Path(__file__).parents[2] / "shared" / "data" / "chat_templates"

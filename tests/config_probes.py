@@ -52,7 +52,7 @@ from jaxrl_llm.metrics import trackers
 from jaxrl_llm.metrics import writer as writer_lib
 from jaxrl_llm.metrics.timers import Clock, Profiler
 from jaxrl_llm.models.architecture import architecture_from_config
-from jaxrl_llm.models.router import RouterOutputs
+from jaxrl_llm.models.moe.router import RouterOutputs
 from jaxrl_llm.planning import compiled_memory
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.rewards import ray_reward_pool as reward_on_ray

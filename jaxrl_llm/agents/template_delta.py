@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_llm.data import loss_masks
+from jaxrl_llm.data.chat import loss_masks
+from jaxrl_llm.data.chat.loss_masks import Dialogue
 from jaxrl_llm.data.encoding import encode
-from jaxrl_llm.data.loss_masks import Dialogue
 from jaxrl_llm.data.tokenizer import Message, render_chat
 from jaxrl_llm.types import PromptImage
 

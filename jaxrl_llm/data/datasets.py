@@ -14,10 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from jaxrl_llm import console
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data import counting_task
+from jaxrl_llm.data.chat.formats import preference_dialogues, sft_dialogue
+from jaxrl_llm.data.chat.loss_masks import Dialogue
+from jaxrl_llm.data.chat.lost_text import check_dialogue, check_no_template, check_prompt
+from jaxrl_llm.data.chat.messages import role_aliases
+from jaxrl_llm.data.chat.turns import dialogue_sequences
 from jaxrl_llm.data.encoding import without_guards
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.files import Row, read_rows
-from jaxrl_llm.data.formats import preference_dialogues, sft_dialogue
 from jaxrl_llm.data.images import (
     ImagePreprocessor,
     expand_tokens,
@@ -25,9 +29,6 @@ from jaxrl_llm.data.images import (
     refuse_to_cut,
     with_images,
 )
-from jaxrl_llm.data.loss_masks import Dialogue
-from jaxrl_llm.data.lost_text import check_dialogue, check_no_template, check_prompt
-from jaxrl_llm.data.messages import role_aliases
 from jaxrl_llm.data.mixtures import MixtureSchedule
 from jaxrl_llm.data.row_report import RowReport
 from jaxrl_llm.data.streaming import MakeSequences, StreamedRows
@@ -44,7 +45,6 @@ from jaxrl_llm.data.tasks import (
 )
 from jaxrl_llm.data.tokenizer import EMPTY, prompt_text, prompt_tokens, token_bound
 from jaxrl_llm.data.truncation import truncate, truncate_example, truncate_pair
-from jaxrl_llm.data.turns import dialogue_sequences
 from jaxrl_llm.types import Example, PreferencePair, Prompt, PromptBatch
 
 Options = Callable[[Mapping[str, Any]], Mapping[str, Any]]

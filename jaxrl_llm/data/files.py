@@ -16,8 +16,8 @@ import pyarrow
 from pyarrow import parquet
 
 from jaxrl_llm import console
+from jaxrl_llm.data.chat.messages import NO_ALIASES, Roles, checked_messages
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.messages import NO_ALIASES, Roles, checked_messages
 from jaxrl_llm.text import MAX_DEPTH, is_text, text_fault
 
 Row = dict[str, Any]

@@ -8,11 +8,11 @@ from typing import Any, Literal
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.config.rollout_data import NUM_PRODUCTS
 from jaxrl_llm.data import counting_task
+from jaxrl_llm.data.chat.formats import template_options
+from jaxrl_llm.data.chat.messages import role_aliases
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.files import Row, checked_row, read_rows
-from jaxrl_llm.data.formats import template_options
 from jaxrl_llm.data.images import IMAGE_PLACEHOLDER
-from jaxrl_llm.data.messages import role_aliases
 from jaxrl_llm.text import is_text
 
 Split = Literal["train", "eval"]

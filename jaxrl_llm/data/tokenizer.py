@@ -16,9 +16,10 @@ from tokenizers import decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from jaxrl_llm.data import encoding, template_forms, tokenizer_folder
+from jaxrl_llm.data import encoding, tokenizer_folder
+from jaxrl_llm.data.chat import template_forms
+from jaxrl_llm.data.chat.messages import joined_text
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.messages import joined_text
 from jaxrl_llm.text import is_text
 
 Message = Mapping[str, Any]  # role, content, and what else a template reads

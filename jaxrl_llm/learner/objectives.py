@@ -25,7 +25,7 @@ from jaxrl_llm.learner.vision import trainable_encoder
 from jaxrl_llm.learner.vision.trainable_encoder import TrainableVisionEncoder
 from jaxrl_llm.metrics.timers import Clock
 from jaxrl_llm.models import lora
-from jaxrl_llm.models.router import RouterInputs, RouterOutputs
+from jaxrl_llm.models.moe.router import RouterInputs, RouterOutputs
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.packing import packed_batch, token_fields
 from jaxrl_llm.packing.packed_batch import Microbatch, PackedBatch

@@ -20,9 +20,9 @@ from jaxrl_llm.learner.weights import FrozenModels, LearnerState, RewardModel
 from jaxrl_llm.metrics.timers import Clock
 from jaxrl_llm.models import heads, lora
 from jaxrl_llm.models.image_inputs import ImageInputs
+from jaxrl_llm.models.moe.router import RouterInputs, RouterOutputs
 from jaxrl_llm.models.packed_inputs import PackedInputs
 from jaxrl_llm.models.pipeline import schedule
-from jaxrl_llm.models.router import RouterInputs, RouterOutputs
 from jaxrl_llm.models.target_positions import AllTargets, SelectedTargets, TargetPositions
 from jaxrl_llm.models.top_k_log_probs import top_k_log_probs
 from jaxrl_llm.models.transformer import Network, Params

@@ -18,7 +18,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.learner import RouterConfig, RouterLossConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.router import RouterInputs, RouterOutputs
+from jaxrl_llm.models.moe.router import RouterInputs, RouterOutputs
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.packing.packed_batch import Microbatch
 from jaxrl_llm.types import Rollouts

@@ -12,8 +12,8 @@ from jaxrl_llm.models.attention_modules import (
     Rotary,
 )
 from jaxrl_llm.models.layers import MLP, ParamFactory, RMSNorm
-from jaxrl_llm.models.moe import ExpertMLP
-from jaxrl_llm.models.router import RouterInputs
+from jaxrl_llm.models.moe.expert_mlp import ExpertMLP
+from jaxrl_llm.models.moe.router import RouterInputs
 from jaxrl_llm.sharding.mesh import constrain
 
 

@@ -11,7 +11,7 @@ from jaxrl_llm.models import attention, context_parallel
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.attention_modules import AttentionInputs
 from jaxrl_llm.models.image_inputs import ImageInputs
-from jaxrl_llm.models.router import RouterInputs, RouterOutputs
+from jaxrl_llm.models.moe.router import RouterInputs, RouterOutputs
 
 # Experts to replay by stack name; None: the router's own choice, or a stack without experts.
 RoutesByStack = dict[str, Array | None]

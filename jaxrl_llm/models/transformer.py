@@ -31,11 +31,11 @@ from jaxrl_llm.models.cpu_kernels.matmuls import decode_products as cpu_kernels_
 from jaxrl_llm.models.hf.vocabulary import TokenRanges
 from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.models.layers import DEFAULT_MATMULS, NO_ADAPTERS, MatmulImpl, ParamFactory
+from jaxrl_llm.models.moe.router import RouterInputs, RouterOutputs
 from jaxrl_llm.models.nnx_bridge import Params
 from jaxrl_llm.models.packed_inputs import PackedInputs
 from jaxrl_llm.models.quantization import quantize_layer
 from jaxrl_llm.models.remat import REMAT_POLICIES
-from jaxrl_llm.models.router import RouterInputs, RouterOutputs
 from jaxrl_llm.models.vision import encoder
 from jaxrl_llm.sharding.mesh import constrain, constrain_as_weight
 

@@ -12,8 +12,8 @@ from jaxrl_llm.algorithms import requirements
 from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.config.rollout_data import PREFILL_CHUNK_TOKENS
 from jaxrl_llm.models import attention, heads
-from jaxrl_llm.models import moe as moe_lib
 from jaxrl_llm.models.architecture import LayerType
+from jaxrl_llm.models.moe import expert_mlp
 from jaxrl_llm.planning import vision_costs
 from jaxrl_llm.planning.run_setting import (
     SCORING_PROGRAMS,
@@ -158,13 +158,13 @@ class _MLP:
         expert_shards, visits = setting.mesh["expert"], tokens * moe.per_token
         expert_bytes = 1.0 * params.experts * item
         if expert_shards > 1 and exchanges:
-            visits = expert_shards * moe_lib.round_capacity(visits, expert_shards)
+            visits = expert_shards * expert_mlp.round_capacity(visits, expert_shards)
         shards, inner = (
             setting.mesh["fsdp"] * setting.mesh["sequence"],
             setting.tensor_shard(moe.size),
         )
         if expert_shards == 1 and shards > 1 and inner % shards == 0:
-            expert_bytes /= moe_lib.num_weight_chunks(expert_bytes, inner // shards)
+            expert_bytes /= expert_mlp.num_weight_chunks(expert_bytes, inner // shards)
         return cls(
             inner=tokens * setting.tensor_shard(moe.shared_size) * item,
             weights=params.rest * item + expert_bytes,

@@ -25,9 +25,9 @@ from jaxrl_llm.checkpoint import saver
 from jaxrl_llm.config import ConfigError, JobConfig, RLConfig, SFTConfig, SupervisedConfig
 from jaxrl_llm.config.job import RewardModelingConfig
 from jaxrl_llm.data import datasets
+from jaxrl_llm.data.chat.formats import preference_dialogues
+from jaxrl_llm.data.chat.messages import role_aliases
 from jaxrl_llm.data.files import read_rows
-from jaxrl_llm.data.formats import preference_dialogues
-from jaxrl_llm.data.messages import role_aliases
 from jaxrl_llm.data.streams import Rows, Stream
 from jaxrl_llm.learner import job_models, layer_restacking, objectives, update
 from jaxrl_llm.learner import weights as weights_lib

@@ -10,9 +10,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from jaxrl_llm.agents.template_delta import delta_after_turn
-from jaxrl_llm.data import loss_masks
+from jaxrl_llm.data.chat import loss_masks
+from jaxrl_llm.data.chat.loss_masks import Dialogue
 from jaxrl_llm.data.encoding import encode
-from jaxrl_llm.data.loss_masks import Dialogue
 from jaxrl_llm.data.tokenizer import character_tokenizer, prompt_text, prompt_tokens, render_chat
 
 # Templates of models that are often trained; only tests read them.

@@ -13,8 +13,8 @@ from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.learner.predict import ForwardSpec
 from jaxrl_llm.learner.vision.trainable_encoder import TrainableVisionEncoder
 from jaxrl_llm.models import mixed_precision
+from jaxrl_llm.models.moe.router import RouterOutputs
 from jaxrl_llm.models.pipeline import schedule
-from jaxrl_llm.models.router import RouterOutputs
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.models.vision.encoder import VisionEncoder
 from jaxrl_llm.packing.packed_batch import ImageBatch, PackedBatch

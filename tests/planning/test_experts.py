@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.models import moe
 from jaxrl_llm.models.architecture import Architecture, Experts, LatentAttentionSizes, LayerType
+from jaxrl_llm.models.moe import expert_mlp
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.planning import compiled_memory, memory, memory_plan, pool_placement, step_time
 from jaxrl_llm.planning.accelerators import DEVICES
@@ -133,7 +133,9 @@ def test_more_devices_on_the_expert_axis_hold_and_gather_less():
     assert trained[8].temporary < trained[2].temporary
     # Without the axis a layer's experts are gathered in pieces of at most 1 GiB.
     of = memory._MLP.from_layer(plans[1], shape.layer_types[0], 4096)
-    assert of.experts == 8 * 3 * 4096 * 14_336 * 2 / moe.num_weight_chunks(of.experts * 4, 224)
+    assert of.experts == 8 * 3 * 4096 * 14_336 * 2 / expert_mlp.num_weight_chunks(
+        of.experts * 4, 224
+    )
     assert of.experts <= 2**30
     # The inner vector of an expert does not divide by so many devices: it is whole on each.
     many = setting(SHAPES["Qwen3-30B-A3B"], fsdp=2048)

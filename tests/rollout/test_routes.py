@@ -14,7 +14,7 @@ from talk import Talk
 from jaxrl_llm.config import RolloutConfig, SpeculationConfig
 from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.models.architecture import Experts, LayerType
-from jaxrl_llm.models.router import RouterInputs
+from jaxrl_llm.models.moe.router import RouterInputs
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.engine import prefill

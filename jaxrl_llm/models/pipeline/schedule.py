@@ -26,9 +26,9 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.models import lora
 from jaxrl_llm.models import packed_inputs as inputs_lib
 from jaxrl_llm.models.architecture import LayerStack
+from jaxrl_llm.models.moe.router import RouterOutputs
 from jaxrl_llm.models.packed_inputs import PackedInputs
 from jaxrl_llm.models.pipeline.stage_transfers import ScheduleItem, StageTransfers
-from jaxrl_llm.models.router import RouterOutputs
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 

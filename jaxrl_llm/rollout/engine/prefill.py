@@ -12,8 +12,8 @@ from jaxrl_llm.config.rollout_data import PREFILL_CHUNK_TOKENS
 from jaxrl_llm.models.attention import chunked_segment_ids, full_attention, masked_attention
 from jaxrl_llm.models.attention_modules import AttentionInputs
 from jaxrl_llm.models.image_inputs import ImageInputs
+from jaxrl_llm.models.moe.router import RouterInputs
 from jaxrl_llm.models.packed_inputs import routes_by_layer
-from jaxrl_llm.models.router import RouterInputs
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding.mesh import constrain
 

@@ -12,10 +12,10 @@ import tiny
 
 from jaxrl_llm.models import architecture
 from jaxrl_llm.models.architecture import Experts, LayerType
+from jaxrl_llm.models.moe.router import RouterInputs
 from jaxrl_llm.models.packed_inputs import PackedInputs
 from jaxrl_llm.models.pipeline import schedule as schedule_lib
 from jaxrl_llm.models.pipeline import stage_transfers
-from jaxrl_llm.models.router import RouterInputs
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.sharding import mesh as mesh_lib
 

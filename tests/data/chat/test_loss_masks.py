@@ -3,8 +3,8 @@
 import pytest
 from chat_dialogues import TEMPLATES, TEXT_CALLS, answers, dialogue, tokenizer_of
 
+from jaxrl_llm.data.chat.loss_masks import Dialogue, dialogue_example
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.loss_masks import Dialogue, dialogue_example
 from jaxrl_llm.data.tokenizer import character_tokenizer
 
 SEEDS = (range(20), pytest.param(range(20, 200), marks=pytest.mark.nightly))

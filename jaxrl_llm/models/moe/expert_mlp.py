@@ -21,10 +21,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models import grouped_matmul, mixed_precision, quantization
+from jaxrl_llm.models import mixed_precision, quantization
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.layers import MLP, ParamFactory, init_as_peft, swiglu
-from jaxrl_llm.models.router import Router, RouterInputs, RouterOutputs
+from jaxrl_llm.models.moe import grouped_matmul
+from jaxrl_llm.models.moe.router import Router, RouterInputs, RouterOutputs
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 _CAPACITY_FACTOR = 1.25  # capacity of a round, relative to a balanced load

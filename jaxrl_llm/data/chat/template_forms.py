@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_llm.data.messages import as_mapping, function_of, joined_text, with_arguments
+from jaxrl_llm.data.chat.messages import as_mapping, function_of, joined_text, with_arguments
 
 Message = Mapping[str, Any]
 _Render = Callable[[Sequence[Message]], str]  # "" if the template refuses

@@ -5,11 +5,11 @@ import random
 import pytest
 from chat_dialogues import ADD, TEMPLATES, answers, dialogue, tokenizer_of
 
-from jaxrl_llm.data import loss_masks
+from jaxrl_llm.data.chat import loss_masks
+from jaxrl_llm.data.chat.loss_masks import Dialogue
+from jaxrl_llm.data.chat.turns import dialogue_sequences
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.loss_masks import Dialogue
 from jaxrl_llm.data.tokenizer import character_tokenizer, render_chat
-from jaxrl_llm.data.turns import dialogue_sequences
 
 needs_templates = pytest.mark.skipif(not TEMPLATES, reason="needs the folder of chat templates")
 SEEDS = (range(12), pytest.param(range(12, 150), marks=pytest.mark.nightly))

@@ -10,8 +10,9 @@ import pytest
 import tiny
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.models import attention, lora, mixed_precision, moe, nnx_bridge, router
+from jaxrl_llm.models import attention, lora, mixed_precision, nnx_bridge
 from jaxrl_llm.models.architecture import Architecture, Experts, LatentAttentionSizes, LayerType
+from jaxrl_llm.models.moe import expert_mlp, router
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.sharding import mesh as mesh_lib
 
@@ -208,9 +209,9 @@ def test_few_rows_are_read_by_all_devices_of_the_expert_axis(even):
 
 
 def test_pieces_divide_the_inner_dim():
-    assert moe.num_weight_chunks(2**30, 96) == 1
-    assert moe.num_weight_chunks(4.5 * 2**30, 96) == 6
-    assert moe.num_weight_chunks(4.5 * 2**30, 7) == 7
+    assert expert_mlp.num_weight_chunks(2**30, 96) == 1
+    assert expert_mlp.num_weight_chunks(4.5 * 2**30, 96) == 6
+    assert expert_mlp.num_weight_chunks(4.5 * 2**30, 7) == 7
 
 
 def test_remat_and_the_narrow_dtype_keep_routers_wide(even):

@@ -5,8 +5,8 @@ import json
 import pytest
 from round_trip_rows import FOLDER, TEMPLATES, tokenizer_of
 
+from jaxrl_llm.data.chat.template_forms import fitted_messages
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.template_forms import fitted_messages
 from jaxrl_llm.data.tokenizer import character_tokenizer, prompt_text, render_chat
 
 PARTS = [{"type": "text", "text": "What "}, {"type": "text", "text": "is 2+2?"}]

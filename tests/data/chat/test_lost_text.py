@@ -6,9 +6,9 @@ import pytest
 from round_trip_rows import TEMPLATES, tokenizer_of
 
 from jaxrl_llm.config import DataConfig
+from jaxrl_llm.data.chat.lost_text import check_dialogue, check_prompt
 from jaxrl_llm.data.datasets import load_dataset, preference_pairs, worked_examples
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.lost_text import check_dialogue, check_prompt
 from jaxrl_llm.data.tokenizer import character_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "2"}, {"role": "assistant", "content": "4"}

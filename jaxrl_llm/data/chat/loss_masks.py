@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from jaxrl_llm.data.chat.messages import as_mapping, function_of, is_trained, with_arguments
 from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.messages import as_mapping, function_of, is_trained, with_arguments
 from jaxrl_llm.data.tokenizer import Message, render_chat
 from jaxrl_llm.types import Example
 

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.messages import (
+from jaxrl_llm.data.chat.messages import (
     SHAREGPT_ROLES,
     as_mapping,
     function_of,
@@ -26,6 +25,7 @@ from jaxrl_llm.data.messages import (
     joined_text,
     with_arguments,
 )
+from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.tokenizer import Message, render_chat
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})

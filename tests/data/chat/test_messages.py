@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from jaxrl_llm.data.chat.formats import preference_dialogues, sft_dialogue
+from jaxrl_llm.data.chat.messages import checked_messages, is_trained, messages_in_text
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.formats import preference_dialogues, sft_dialogue
-from jaxrl_llm.data.messages import checked_messages, is_trained, messages_in_text
 
 ASK, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}
 

@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_llm.data import loss_masks
+from jaxrl_llm.data.chat import loss_masks
+from jaxrl_llm.data.chat.loss_masks import Dialogue
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.loss_masks import Dialogue
 from jaxrl_llm.data.tokenizer import render_chat
 from jaxrl_llm.types import Example
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from jaxrl_llm.data.chat.loss_masks import Dialogue, Messages
+from jaxrl_llm.data.chat.messages import NO_ALIASES, Roles, checked_messages, messages_in_text
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.loss_masks import Dialogue, Messages
-from jaxrl_llm.data.messages import NO_ALIASES, Roles, checked_messages, messages_in_text
 from jaxrl_llm.text import text_fault
 
 _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
