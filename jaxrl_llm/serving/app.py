@@ -31,7 +31,7 @@ from jaxrl_llm.serving.replies import (
     SampleDelta,
     TokenNames,
 )
-from jaxrl_llm.serving.tool_call_stream import StreamedCall, ToolCallStream
+from jaxrl_llm.serving.tool_call_stream import StreamedCall, ToolCallStream, thinking_marks
 
 # The reply to each reason of the driver to reject: status, OpenAI's error type and code, headers.
 _REFUSALS: Mapping[RejectReason, tuple[int, str, str, Mapping[str, str]]] = {
@@ -168,16 +168,20 @@ class _Detokenizers:
         self._plain = replies.detokenizer(served.tokenizer)
         self._with_special = replies.detokenizer(served.tokenizer, skip_special_tokens=False)
         self._special = special_tokens(served.tokenizer)
+        marks = thinking_marks(str(served.tokenizer.chat_template))
+        self._hides_marks = any(self._special and self._special.search(mark) for mark in marks)
 
     def transcripts(self, generation: GenerationRequest) -> list[IncrementalDetokenizer]:
-        decode = self._plain if generation.expected_calls is None else self._with_special
+        expected = generation.expected_calls
+        needs_special = expected and (expected.call_format or self._hides_marks)
+        decode = self._with_special if needs_special else self._plain
         return [
             IncrementalDetokenizer(decode, p.stop_tokens, p.stop_strings)
             for p in generation.sampling_params
         ]
 
     def call_streams(self, generation: GenerationRequest) -> list[ToolCallStream]:
-        """A parser of tool calls for each sample; empty if the request has no tools."""
+        """A parser of each sample; empty if replies are text alone."""
         return [
             ToolCallStream(generation.expected_calls, self._special)
             for _ in generation.sampling_params
@@ -246,10 +250,11 @@ class _ActiveRequest:
             text = transcripts[index].extend(progress.tokens, progress.finish_reason)
             offsets = tuple(transcripts[index].offsets)
             reason: str = progress.finish_reason
+            reasoning = ""
             calls: tuple[StreamedCall, ...] = ()
             if call_streams:
                 is_finished = bool(reason)
-                text, calls = call_streams[index].extend(
+                text, reasoning, calls = call_streams[index].extend(
                     text, is_finished, stopped=reason == "stop"
                 )
                 if reason == "stop" and call_streams[index].num_calls:
@@ -262,6 +267,7 @@ class _ActiveRequest:
                 offsets=offsets,
                 finish_reason=reason,
                 calls=calls,
+                reasoning=reasoning,
             )
             yield index, piece
 
@@ -305,6 +311,7 @@ async def _server_sent(
             # A chunk without text is worth sending only for its log-probs or finish reason.
             if (
                 piece.text
+                or piece.reasoning
                 or piece.calls
                 or piece.finish_reason
                 or request.generation.with_log_probs

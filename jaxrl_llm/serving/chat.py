@@ -29,7 +29,7 @@ from jaxrl_llm.serving.protocol import (
     ServedModel,
     TopLogProbs,
 )
-from jaxrl_llm.serving.tool_call_stream import ExpectedCalls
+from jaxrl_llm.serving.tool_call_stream import ExpectedCalls, thinking_marks
 from jaxrl_llm.text import text_fault
 from jaxrl_llm.types import PromptImage
 
@@ -211,6 +211,7 @@ class ChatBody(Body):
     reasoning_effort: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")] | None = None
     verbosity: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None  # false: thinking is dropped from the reply
 
     @pydantic.model_validator(mode="after")
     def _check_top_logprobs(self) -> "ChatBody":
@@ -298,12 +299,16 @@ class ChatBody(Body):
             tokens, images = expand_tokens(served.pictures, tokens, pictures, "messages")
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
+        # Harmony has channels for thinking and text, with tools or without.
+        parses_calls = bool(tools) or served.call_format == "harmony"
+        thinks = bool(thinking_marks(str(served.tokenizer.chat_template)))
         expected_calls = ExpectedCalls(
-            served.call_format,
+            served.call_format if parses_calls else "",
             schemas_of(tools),
             call_start,
             only_one=self.parallel_tool_calls is False,
             open_thinking=open_thinking_mark(text),
+            drops_thinking=self.include_reasoning is False,
         )
         limit = self.max_completion_tokens or self.max_tokens
         num_top = (self.top_logprobs or 0) if self.logprobs else -1
@@ -314,7 +319,7 @@ class ChatBody(Body):
             limit,
             served.max_tokens,
             num_top,
-            expected_calls if tools else None,
+            expected_calls if parses_calls or thinks else None,
             images,
         )
 

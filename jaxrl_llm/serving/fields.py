@@ -128,7 +128,7 @@ CHAT: Mapping[str, Rule] = {
     "add_generation_prompt": refused_except(True),
     "continue_final_message": refused_except(False),
     "add_special_tokens": refused_except(False),
-    "include_reasoning": refused_except(True),
+    "include_reasoning": USED,
     "documents": refused_except([]),
     "mm_processor_kwargs": refused_except({}),
 }

@@ -78,7 +78,7 @@ class GenerationRequest:
 
     requests: tuple[Request, ...]  # one per prompt
     with_log_probs: bool
-    expected_calls: ExpectedCalls | None = None  # None: no tools, replies are text
+    expected_calls: ExpectedCalls | None = None  # None: replies are text alone
 
     @property
     def num_prompt_tokens(self) -> int:

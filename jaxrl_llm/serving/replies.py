@@ -156,6 +156,7 @@ class SampleDelta(NamedTuple):
     offsets: tuple[int, ...] = ()  # of each token in the text of the sample
     finish_reason: str = ""  # "" while the sample is running
     calls: tuple[StreamedCall, ...] = ()  # tool calls completed in this step
+    reasoning: str = ""
 
 
 class CompletionFormat:
@@ -236,11 +237,16 @@ class ChatFormat(CompletionFormat):
 
     def _text(self, piece: SampleDelta, kind: str) -> Json:
         if kind == self.chunk_object_type:
-            delta: Json = {"content": piece.text} if piece.text or piece.tokens else {}
+            has_content = piece.text or (piece.tokens and not piece.reasoning)
+            delta: Json = {"content": piece.text} if has_content else {}
+            if piece.reasoning:
+                delta["reasoning_content"] = piece.reasoning
             if piece.calls:
                 delta["tool_calls"] = [{"index": c.number, **c.as_json()} for c in piece.calls]
             return {"delta": delta}
         message: Json = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.reasoning:
+            message["reasoning_content"] = piece.reasoning
         if piece.calls:
             message["content"] = piece.text or None
             message["tool_calls"] = [call.as_json() for call in piece.calls]
