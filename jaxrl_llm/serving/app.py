@@ -31,6 +31,7 @@ from jaxrl_llm.serving.replies import (
     SampleDelta,
     TokenNames,
 )
+from jaxrl_llm.serving.tokenization import DetokenizeBody, TokenizeBody, tokenize_reply
 from jaxrl_llm.serving.tool_call_stream import StreamedCall, ToolCallStream, thinking_marks
 
 # The reply to each reason of the driver to reject: status, OpenAI's error type and code, headers.
@@ -103,6 +104,19 @@ def make_app(
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: fastapi.Request) -> Response:
         return await answer(request, body, ChatFormat)
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        check_model(body.model or served.name)
+        return await asyncio.get_running_loop().run_in_executor(
+            tokenizer_thread, tokenize_reply, body, served
+        )
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        check_model(body.model or served.name)
+        text = await asyncio.get_running_loop().run_in_executor(tokenizer_thread, body.text, served)
+        return {"prompt": text}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -308,13 +322,14 @@ async def _server_sent(
             yield event(chunk)
         async for index, piece in request.pieces():
             num_tokens += len(piece.tokens)
-            # A chunk without text is worth sending only for its log-probs or finish reason.
+            # A chunk without text is worth sending only for its tokens or finish reason.
             if (
                 piece.text
                 or piece.reasoning
                 or piece.calls
                 or piece.finish_reason
                 or request.generation.with_log_probs
+                or request.generation.with_token_ids
             ):
                 yield event(reply_format.chunk(index, piece))
         if include_usage:

@@ -90,8 +90,8 @@ _BOTH: Mapping[str, Rule] = {
     "allowed_token_ids": REFUSED,
     "truncate_prompt_tokens": REFUSED,
     "prompt_logprobs": REFUSED,
-    "return_token_ids": refused_except(False),
-    "return_tokens_as_token_ids": refused_except(False),
+    "return_token_ids": USED,
+    "return_tokens_as_token_ids": USED,
     "kv_transfer_params": refused_except({}),
     "vllm_xargs": refused_except({}),
     "structured_outputs": REFUSED,
@@ -148,6 +148,16 @@ COMPLETION: Mapping[str, Rule] = {
     "function_call": refused_except("none", "auto"),
     "modalities": refused_except(["text"]),
 }
+
+# With `messages`, `/tokenize` has the fields of a chat.
+TOKENIZE: Mapping[str, Rule] = {
+    "model": USED,
+    "prompt": USED,
+    "add_special_tokens": USED,
+    "return_token_strs": USED,
+    "mm_processor_kwargs": refused_except({}),
+}
+DETOKENIZE: Mapping[str, Rule] = {"model": USED, "tokens": USED}
 
 STREAM_OPTIONS: Mapping[str, Rule] = {
     "include_usage": USED,
@@ -219,6 +229,8 @@ CHOSEN_FUNCTION: Mapping[str, Rule] = {"name": USED}
 PLACES: Mapping[str, Mapping[str, Rule]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
+    "/tokenize": TOKENIZE,
+    "/detokenize": DETOKENIZE,
     "stream_options": STREAM_OPTIONS,
     "messages": MESSAGE,
     "messages.tool_calls": TOOL_CALL,

@@ -178,12 +178,22 @@ class CompletionFormat:
         self._head = {"id": number, "created": int(time.time()), "model": model}
 
     def reply(self, samples: Sequence[SampleDelta]) -> Json:
-        choices = [self._choice(i, piece, self.object_type) for i, piece in enumerate(samples)]
+        choices = [
+            self._choice(i, piece, self.object_type) | self._prompt_token_ids(i)
+            for i, piece in enumerate(samples)
+        ]
         usage = self.usage(sum(len(piece.tokens) for piece in samples))
         return {**self._head, "object": self.object_type, "choices": choices, "usage": usage}
 
     def opening_chunks(self) -> list[Json]:
-        return []
+        if not self._generation.with_token_ids:
+            return []
+        return [
+            self._chunk(
+                self._choice(i, SampleDelta(), self.chunk_object_type) | self._prompt_token_ids(i)
+            )
+            for i in range(len(self._generation.sampling_params))
+        ]
 
     def chunk(self, index: int, piece: SampleDelta) -> Json:
         return self._chunk(self._choice(index, piece, self.chunk_object_type))
@@ -197,7 +207,18 @@ class CompletionFormat:
     def _choice(self, index: int, piece: SampleDelta, kind: str) -> Json:
         log_probs = self._log_probs(piece) if self._generation.with_log_probs else None
         log_probs_and_reason = {"logprobs": log_probs, "finish_reason": piece.finish_reason or None}
-        return {"index": index, **self._text(piece, kind), **log_probs_and_reason}
+        token_ids = {"token_ids": list(piece.tokens)} if self._generation.with_token_ids else {}
+        return {"index": index, **self._text(piece, kind), **log_probs_and_reason, **token_ids}
+
+    def _token_text(self, token: int) -> str:
+        return f"token_id:{token}" if self._generation.names_token_ids else self._names.text(token)
+
+    def _prompt_token_ids(self, index: int) -> Json:
+        """The prompt of a sample, if asked for; the choice of a completion has it, as in vLLM."""
+        if not self._generation.with_token_ids:
+            return {}
+        owners = [request for request in self._generation.requests for _ in request.params]
+        return {"prompt_token_ids": list(owners[index].tokens)}
 
     def usage(self, num_tokens: int) -> Json:
         """OpenAI's `usage` object; `num_tokens` are the completion tokens."""
@@ -209,7 +230,7 @@ class CompletionFormat:
         return {"text": piece.text}
 
     def _log_probs(self, piece: SampleDelta) -> Json:
-        text = self._names.text
+        text = self._token_text
         tops = [{text(t): _finite(p) for t, p in reversed(top)} for top in piece.top_log_probs]
         return {
             "tokens": [text(t) for t in piece.tokens],
@@ -228,12 +249,22 @@ class ChatFormat(CompletionFormat):
         "chat.completion.chunk",
     )
 
+    def reply(self, samples: Sequence[SampleDelta]) -> Json:
+        return super().reply(samples) | self._shared_prompt_token_ids()
+
     def opening_chunks(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
         rest = {"delta": delta, "logprobs": None, "finish_reason": None}
         return [
-            self._chunk({"index": i, **rest}) for i in range(len(self._generation.sampling_params))
+            self._chunk({"index": i, **rest}) | self._shared_prompt_token_ids()
+            for i in range(len(self._generation.sampling_params))
         ]
+
+    def _prompt_token_ids(self, index: int) -> Json:
+        return {}  # all choices of a chat have one prompt, which stands beside them
+
+    def _shared_prompt_token_ids(self) -> Json:
+        return super()._prompt_token_ids(0)
 
     def _text(self, piece: SampleDelta, kind: str) -> Json:
         if kind == self.chunk_object_type:
@@ -255,7 +286,7 @@ class ChatFormat(CompletionFormat):
     def _log_probs(self, piece: SampleDelta) -> Json:
         def entry(token: int, log_prob: float) -> Json:
             raw = list(self._names.bytes(token))
-            return {"token": self._names.text(token), "logprob": _finite(log_prob), "bytes": raw}
+            return {"token": self._token_text(token), "logprob": _finite(log_prob), "bytes": raw}
 
         tops = piece.top_log_probs or ((),) * len(piece.tokens)
         content = [
