@@ -225,6 +225,78 @@ TOOL_CHOICE: Mapping[str, Rule] = {
 }
 CHOSEN_FUNCTION: Mapping[str, Rule] = {"name": USED}
 
+# Anthropic's Messages API.
+MESSAGES: Mapping[str, Rule] = {
+    "model": USED,
+    "messages": USED,
+    "system": USED,
+    "max_tokens": USED,
+    "stop_sequences": USED,
+    "stream": USED,
+    "temperature": USED,
+    "top_p": USED,
+    "top_k": USED,
+    "tools": USED,
+    "tool_choice": USED,
+    "thinking": USED,
+    "output_config": USED,
+    "metadata": IGNORED,
+    "service_tier": IGNORED,
+    "cache_control": IGNORED,
+    "speed": IGNORED,
+    "inference_geo": IGNORED,
+    "user_profile_id": IGNORED,
+    "workspace_id": IGNORED,
+    "diagnostics": IGNORED,
+    "container": REFUSED,
+    "context_management": refused_except({}),
+    "mcp_servers": refused_except([]),
+    "output_format": REFUSED,
+}
+API_MESSAGE: Mapping[str, Rule] = {"role": USED, "content": USED}
+BLOCK: Mapping[str, Rule] = {
+    "type": USED,
+    "text": USED,
+    "source": USED,
+    "thinking": USED,
+    "id": USED,
+    "name": USED,
+    "input": USED,
+    "tool_use_id": USED,
+    "content": USED,
+    "cache_control": IGNORED,
+    "signature": IGNORED,  # replies have an empty one
+    "is_error": IGNORED,  # chat templates show a result, which says so itself
+    "caller": IGNORED,
+    "citations": refused_except([]),
+    "toolset_name": REFUSED,
+    "transformations": refused_except([]),
+}
+BLOCK_SOURCE: Mapping[str, Rule] = {"type": USED, "media_type": USED, "data": USED}
+API_TOOL: Mapping[str, Rule] = {
+    "type": USED,
+    "name": USED,
+    "description": USED,
+    "input_schema": USED,
+    "cache_control": IGNORED,
+    "strict": IGNORED,  # as of `tools.function`
+    "input_examples": IGNORED,
+    "eager_input_streaming": IGNORED,
+    "defer_loading": refused_except(False),
+    "allowed_callers": refused_except(["direct"]),
+}
+API_TOOL_CHOICE: Mapping[str, Rule] = {
+    "type": USED,
+    "name": USED,
+    "disable_parallel_tool_use": USED,
+}
+THINKING: Mapping[str, Rule] = {
+    "type": USED,
+    "display": USED,
+    "budget_tokens": IGNORED,  # only `max_tokens` ends thinking
+}
+OUTPUT_CONFIG: Mapping[str, Rule] = {"effort": USED, "format": REFUSED}
+
 # The tables by the place of their fields in a body.
 PLACES: Mapping[str, Mapping[str, Rule]] = {
     "/v1/chat/completions": CHAT,
@@ -241,6 +313,14 @@ PLACES: Mapping[str, Mapping[str, Rule]] = {
     "tools.function": FUNCTION,
     "tool_choice": TOOL_CHOICE,
     "tool_choice.function": CHOSEN_FUNCTION,
+    "/v1/messages": MESSAGES,
+    "/v1/messages messages": API_MESSAGE,
+    "/v1/messages messages.content": BLOCK,
+    "/v1/messages messages.content.source": BLOCK_SOURCE,
+    "/v1/messages tools": API_TOOL,
+    "/v1/messages tool_choice": API_TOOL_CHOICE,
+    "/v1/messages thinking": THINKING,
+    "/v1/messages output_config": OUTPUT_CONFIG,
 }
 
 

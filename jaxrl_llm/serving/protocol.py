@@ -92,6 +92,14 @@ class GenerationRequest:
         return [params for request in self.requests for params in request.params]
 
 
+def check_text(values: Any) -> Any:
+    """`values`; raises `ApiError` if its texts are no Unicode, or it is nested too deep."""
+    if isinstance(values, dict) and (fault := text_fault(values, MAX_NESTING)):
+        keys, problem = fault
+        raise ApiError(400, f"{'.'.join(keys)}: {problem}; leave it out", param=keys[0])
+    return values
+
+
 class StreamOptions(Strict):
     rules = fields.STREAM_OPTIONS
     include_usage: bool | None = None
@@ -121,11 +129,8 @@ class Body(Strict):
     @classmethod
     def _check_fields(cls, values: Any) -> Any:
         """Rejects invalid Unicode, unknown fields and unsupported values, naming the field."""
-        if not isinstance(values, dict):
+        if not isinstance(check_text(values), dict):
             return values
-        if fault := text_fault(values, MAX_NESTING):
-            keys, problem = fault
-            raise ApiError(400, f"{'.'.join(keys)}: {problem}; leave it out", param=keys[0])
         for name, value in values.items():
             if value is None or name in cls.model_fields:
                 continue

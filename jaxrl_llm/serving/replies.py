@@ -6,14 +6,14 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jaxrl_llm.rollout.engine.requests import Decode, TopLogProbs, text_before
-from jaxrl_llm.serving.protocol import GenerationRequest
+from jaxrl_llm.serving.protocol import ApiError, GenerationRequest
 from jaxrl_llm.serving.tool_call_stream import StreamedCall
 
 Json = dict[str, Any]
@@ -53,6 +53,7 @@ class IncrementalDetokenizer:
         self._num_returned = 0  # characters of `_text` that were returned
         self._withheld = ""  # text that may be the beginning of a stop string
         self._num_characters = 0
+        self.stop_string = ""  # the first one in the text, once the sample has ended
         self.offsets: list[int] = []  # where the text of each token of the last `extend` begins
 
     def extend(self, tokens: Sequence[int], finish_reason: str) -> str:
@@ -64,7 +65,11 @@ class IncrementalDetokenizer:
             if not (is_last and token in self._stop_tokens):
                 text += self._push(token)
         if finish_reason:
-            return text_before(text + self._release(len(self._text)), self._stop_strings)
+            text += self._release(len(self._text))
+            ending = text_before(text, self._stop_strings)
+            behind = text[len(ending) :]
+            self.stop_string = next(filter(behind.startswith, self._stop_strings), "")
+            return ending
         # A sample ends with the token that completes a stop string, so `text` contains none here.
         beginnings = (stop[:size] for stop in self._stop_strings for size in range(1, len(stop)))
         num_withheld = max((len(part) for part in beginnings if text.endswith(part)), default=0)
@@ -157,13 +162,27 @@ class SampleDelta(NamedTuple):
     finish_reason: str = ""  # "" while the sample is running
     calls: tuple[StreamedCall, ...] = ()  # tool calls completed in this step
     reasoning: str = ""
+    stop_string: str = ""  # the one that ended the sample, if one did
+
+
+class ReplyFormat(Protocol):
+    """How a protocol writes a reply: whole, or as the server-sent events of a stream."""
+
+    def reply(self, samples: Sequence[SampleDelta]) -> Json: ...
+
+    def opening_events(self) -> Iterator[bytes]: ...
+
+    def events(self, index: int, piece: SampleDelta, num_tokens: int) -> Iterator[bytes]: ...
+
+    def closing_events(self, num_tokens: int) -> Iterator[bytes]: ...
+
+    def error_event(self, error: ApiError) -> bytes: ...
 
 
 class CompletionFormat:
-    """The reply to a request at `/v1/completions`, complete or as stream chunks.
+    """The reply to a request at `/v1/completions`, complete or as a stream of events.
 
-    A stream begins with `opening_chunks`, then has a `chunk` for each piece and, if the client
-    asked for usage, ends with `usage_chunk`.
+    Token usage comes in a last event of its own or, cumulative, in every event.
     """
 
     id_prefix, object_type, chunk_object_type = (
@@ -172,8 +191,16 @@ class CompletionFormat:
         "text_completion",
     )  # OpenAI's names
 
-    def __init__(self, model: str, names: TokenNames, generation: GenerationRequest):
+    def __init__(
+        self,
+        model: str,
+        names: TokenNames,
+        generation: GenerationRequest,
+        include_usage: bool = False,
+        continuous_usage: bool = False,
+    ):
         self._names, self._generation = names, generation
+        self._include_usage, self._continuous_usage = include_usage, continuous_usage
         number = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self._head = {"id": number, "created": int(time.time()), "model": model}
 
@@ -182,10 +209,41 @@ class CompletionFormat:
             self._choice(i, piece, self.object_type) | self._prompt_token_ids(i)
             for i, piece in enumerate(samples)
         ]
-        usage = self.usage(sum(len(piece.tokens) for piece in samples))
+        usage = self._usage(sum(len(piece.tokens) for piece in samples))
         return {**self._head, "object": self.object_type, "choices": choices, "usage": usage}
 
-    def opening_chunks(self) -> list[Json]:
+    def opening_events(self) -> Iterator[bytes]:
+        """Yields the events with which a stream begins."""
+        for chunk in self._opening_chunks():
+            yield self._event(chunk, 0)
+
+    def events(self, index: int, piece: SampleDelta, num_tokens: int) -> Iterator[bytes]:
+        """Yields the events of a piece; `num_tokens` were generated with it."""
+        has_contents = piece.text or piece.reasoning or piece.calls or piece.finish_reason
+        generation = self._generation
+        # Without them, an event is worth sending only for its tokens.
+        if has_contents or generation.with_log_probs or generation.with_token_ids:
+            chunk = self._chunk(self._choice(index, piece, self.chunk_object_type))
+            yield self._event(chunk, num_tokens)
+
+    def closing_events(self, num_tokens: int) -> Iterator[bytes]:
+        """Yields the events with which a stream ends."""
+        if self._include_usage:
+            yield self._event({**self._chunk(), "usage": self._usage(num_tokens)}, num_tokens)
+        yield b"data: [DONE]\n\n"
+
+    def error_event(self, error: ApiError) -> bytes:
+        """The event with which a stream ends that has failed."""
+        return f"data: {json.dumps(error.body)}\n\n".encode()
+
+    def _event(self, chunk: Json, num_tokens: int) -> bytes:
+        if self._include_usage:
+            usage = self._usage(num_tokens) if self._continuous_usage else None
+            chunk = {"usage": usage, **chunk}
+        data = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+        return f"data: {data}\n\n".encode()
+
+    def _opening_chunks(self) -> list[Json]:
         if not self._generation.with_token_ids:
             return []
         return [
@@ -194,12 +252,6 @@ class CompletionFormat:
             )
             for i in range(len(self._generation.sampling_params))
         ]
-
-    def chunk(self, index: int, piece: SampleDelta) -> Json:
-        return self._chunk(self._choice(index, piece, self.chunk_object_type))
-
-    def usage_chunk(self, num_tokens: int) -> Json:
-        return {**self._chunk(), "usage": self.usage(num_tokens)}
 
     def _chunk(self, *choices: Json) -> Json:
         return {**self._head, "object": self.chunk_object_type, "choices": list(choices)}
@@ -220,7 +272,7 @@ class CompletionFormat:
         owners = [request for request in self._generation.requests for _ in request.params]
         return {"prompt_token_ids": list(owners[index].tokens)}
 
-    def usage(self, num_tokens: int) -> Json:
+    def _usage(self, num_tokens: int) -> Json:
         """OpenAI's `usage` object; `num_tokens` are the completion tokens."""
         prompt = self._generation.num_prompt_tokens
         counts = {"prompt_tokens": prompt, "completion_tokens": num_tokens}
@@ -252,7 +304,7 @@ class ChatFormat(CompletionFormat):
     def reply(self, samples: Sequence[SampleDelta]) -> Json:
         return super().reply(samples) | self._shared_prompt_token_ids()
 
-    def opening_chunks(self) -> list[Json]:
+    def _opening_chunks(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
         rest = {"delta": delta, "logprobs": None, "finish_reason": None}
         return [

@@ -17,7 +17,7 @@ from serving_engine import SayingEngine
 from starlette.testclient import TestClient
 from written_calls import TOOLS
 
-from jaxrl_llm.serving import chat, fields, protocol, tokenization
+from jaxrl_llm.serving import chat, fields, messages_api, protocol, tokenization
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.driver import Driver
 from jaxrl_llm.serving.metrics import Metrics
@@ -40,6 +40,20 @@ MODELS = {
     "tools.function": [chat.FunctionDefinition],
     "tool_choice": [chat.NamedToolChoice],
     "tool_choice.function": [chat.ChosenFunction],
+    "/v1/messages": [messages_api.CountTokensBody, messages_api.MessagesBody],
+    "/v1/messages messages": [messages_api.ApiMessage],
+    "/v1/messages messages.content": [
+        messages_api.TextBlock,
+        messages_api.ImageBlock,
+        messages_api.ThinkingBlock,
+        messages_api.ToolUseBlock,
+        messages_api.ToolResultBlock,
+    ],
+    "/v1/messages messages.content.source": [messages_api.ImageSource],
+    "/v1/messages tools": [messages_api.ApiTool],
+    "/v1/messages tool_choice": [messages_api.ApiToolChoice],
+    "/v1/messages thinking": [messages_api.ThinkingConfig],
+    "/v1/messages output_config": [messages_api.OutputConfig],
 }
 
 
