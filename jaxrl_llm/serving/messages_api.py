@@ -326,7 +326,7 @@ class MessagesFormat:
     def opening_events(self) -> Iterator[bytes]:
         """Yields the events with which a stream begins."""
         no_stop = {"stop_reason": None, "stop_sequence": None}
-        message = {**self._head, "content": [], **no_stop, "usage": self._usage(0)}
+        message: Json = {**self._head, "content": [], **no_stop, "usage": self._usage(0)}
         yield _event("message_start", message=message)
 
     def events(self, index: int, piece: SampleDelta, num_tokens: int) -> Iterator[bytes]:
@@ -383,8 +383,8 @@ class MessagesFormat:
         return {"input_tokens": prompt, "output_tokens": num_tokens}
 
 
-def _event(type: str, **fields: Any) -> bytes:
-    data = json.dumps({"type": type, **fields}, ensure_ascii=False, separators=(",", ":"))
+def _event(type: str, **contents: Any) -> bytes:
+    data = json.dumps({"type": type, **contents}, ensure_ascii=False, separators=(",", ":"))
     return f"event: {type}\ndata: {data}\n\n".encode()
 
 
