@@ -332,13 +332,13 @@ class MessagesFormat:
     def events(self, index: int, piece: SampleDelta, num_tokens: int) -> Iterator[bytes]:
         """Yields the events of a piece; `num_tokens` were generated with it."""
         if piece.reasoning:
-            yield from self._within("thinking", thinking="", signature="")
+            yield from self._enter_block("thinking", thinking="", signature="")
             yield self._delta("thinking_delta", thinking=piece.reasoning)
         if piece.text:
-            yield from self._within("text", text="")
+            yield from self._enter_block("text", text="")
             yield self._delta("text_delta", text=piece.text)
         for call in piece.calls:
-            yield from self._within("tool_use", id=call.call_id, name=call.name, input={})
+            yield from self._enter_block("tool_use", id=call.call_id, name=call.name, input={})
             yield self._delta("input_json_delta", partial_json=call.arguments)
         if piece.finish_reason:
             yield from self._block_end()
@@ -353,7 +353,7 @@ class MessagesFormat:
         """The event with which a stream ends that has failed."""
         return _event(**error_body(error))
 
-    def _within(self, kind: str, **start: Any) -> Iterator[bytes]:
+    def _enter_block(self, kind: str, **start: Any) -> Iterator[bytes]:
         """Begins a block unless the stream is in one of its kind; each call has its own."""
         if self._block_kind == kind != "tool_use":
             return

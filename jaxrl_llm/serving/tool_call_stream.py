@@ -35,7 +35,7 @@ class StreamedCall(NamedTuple):
 
 
 class ReplyDelta(NamedTuple):
-    """What is final of a reply since the last delta."""
+    """The part of a reply that has become final since the last delta."""
 
     text: str
     reasoning: str
@@ -62,7 +62,7 @@ class ToolCallStream:
         self.num_calls = 0
 
     def extend(self, text: str, ended: bool, stopped: bool = True) -> ReplyDelta:
-        """What is final now.
+        """The part of the reply that is final now.
 
         Args:
           text: What the model added, with its special tokens.
