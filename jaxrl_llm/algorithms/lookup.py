@@ -10,10 +10,12 @@ import importlib.util
 import inspect
 import pathlib
 import sys
+import types
+import typing
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
+from jaxrl_llm.config.validation import Range
 from jaxrl_llm.errors import UserError
 
 
@@ -22,7 +24,7 @@ class FunctionError(UserError, TypeError):
 
 
 @functools.lru_cache
-def _module_from_file(path: pathlib.Path, modified_ns: int) -> ModuleType:
+def _module_from_file(path: pathlib.Path, modified_ns: int) -> types.ModuleType:
     """Runs the file once per modification: the same function object keeps jit caches warm."""
     spec = importlib.util.spec_from_file_location(f"user_{path.stem}_{modified_ns}", path)
     assert spec and spec.loader, "the name ends with .py"
@@ -65,7 +67,7 @@ def _siblings_importable(folder: pathlib.Path) -> Iterator[None]:
                 _sibling_folders[name] = folder
 
 
-def _module(name: str, location: str) -> ModuleType:
+def _module(name: str, location: str) -> types.ModuleType:
     if location.endswith(".py"):
         path = pathlib.Path(location).expanduser().resolve()
         if not path.is_file():
@@ -146,19 +148,83 @@ def parameters_of(function: Callable[..., Any]) -> Parameters:
     )
 
 
-def call_by_name(function: Callable[..., Any], available: Mapping[str, Any], where: str) -> Any:
+@dataclasses.dataclass(frozen=True)
+class Hyperparameter:
+    """A number in the signature of a function, which a config may set."""
+
+    kind: type[float] | type[int]
+    default: float
+    range: Range
+
+    def problems(self, value: float) -> Iterator[str]:
+        """Yields what is wrong with a value, in the words of a config field's errors."""
+        if self.kind is int and not float(value).is_integer():
+            yield f"expected int, got {value}"
+        else:
+            yield from self.range.problems(value)
+
+
+@functools.lru_cache(maxsize=256)
+def hyperparameters(function: Callable[..., Any]) -> Mapping[str, Hyperparameter]:
+    """The parameters of a function whose default is a number, by name.
+
+    Their type and range come from an annotation `Annotated[float, Range("(0, 1]")]`; without one,
+    the type is that of the default and every number but NaN is allowed. FunctionError if
+    annotations that are texts cannot be evaluated.
+
+    >>> def loss(advantages, tau: Annotated[float, Range("(0, 1]")] = 0.5, power=2): ...
+    >>> {name: (str(each.range), each.default) for name, each in hyperparameters(loss).items()}
+    {'tau': ('in (0, 1]', 0.5), 'power': ('in [-inf, inf]', 2)}
+    """
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters.values()
+    except Exception as error:  # whatever the text of an annotation raises
+        raise FunctionError(
+            f"its annotations cannot be evaluated ({type(error).__name__}: {error}); import what"
+            " they name, or remove them"
+        ) from error
+    found = {}
+    for parameter in parameters:
+        if type(parameter.default) in (float, int):
+            hint = parameter.annotation
+            ranges = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range)]
+            base = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+            found[parameter.name] = Hyperparameter(
+                kind=base if base in (float, int) else type(parameter.default),
+                default=parameter.default,
+                range=ranges[0] if ranges else Range("[-inf, inf]"),
+            )
+    return found
+
+
+def call_by_name(
+    function: Callable[..., Any],
+    available: Mapping[str, Any],
+    where: str,
+    settings: Mapping[str, float] = types.MappingProxyType({}),
+) -> Any:
     """Calls `function` with those of the `available` values that its parameters name.
 
     A parameter that is not available keeps its default, or is a FunctionError if it has none;
     `**rest` takes everything. `where`, with which errors begin, is the setting of the function.
+    `settings` replace defaults of its `hyperparameters`; others are ignored.
 
     >>> call_by_name(lambda b, a: a - b, {"a": 5, "b": 2, "unused": 0}, "example")
     3
+    >>> call_by_name(lambda a, scale=1.0: scale * a, {"a": 5}, "example", {"scale": 2})
+    10.0
     """
     try:
         reads = parameters_of(function)
+        known = hyperparameters(function) if settings else {}
     except FunctionError as error:
         raise FunctionError(f"{where}: {error}") from None
+    numbers = {name: known[name].kind(settings[name]) for name in known.keys() & settings.keys()}
+    if inputs := numbers.keys() & available.keys():
+        raise FunctionError(
+            f"{where}: {min(inputs)!r} is an input, not a hyperparameter; rename it"
+        )
+    available = {**available, **numbers}
     for name in reads.required:
         if name not in available:
             raise FunctionError(

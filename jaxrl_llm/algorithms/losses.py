@@ -132,7 +132,7 @@ def policy_objective(
         )
     where = f"config.algorithm.policy_loss={config.policy_loss!r}"
     function = resolve(config.policy_loss, POLICY_LOSSES, "policy loss")
-    result = call_by_name(function, available, where)
+    result = call_by_name(function, available, where, config.loss_args)
     if known and jnp.ndim(result[0]):
         weights = minibatch.correction_weights
         result = policy_loss(config, result[0], weights, mask, denominators, **result[1])
