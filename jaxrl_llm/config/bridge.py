@@ -188,12 +188,8 @@ def type_description(expected: Any) -> str:
     if origin is tuple:
         return f"a tuple of {args[0].__name__}"
     if origin is Mapping:
-        is_group = dataclasses.is_dataclass(args[1])
-        return (
-            f"named groups of {args[1].__name__} fields"
-            if is_group
-            else f"names with {args[1].__name__} values"
-        )
+        is_group, kind = dataclasses.is_dataclass(args[1]), args[1].__name__
+        return f"named groups of {kind} fields" if is_group else f"names with {kind} values"
     return str(expected.__name__)
 
 

@@ -114,9 +114,10 @@ def test_one_token_by_hand(name, old, now, advantage, loss, slope):
 
 
 def test_dual_clip_can_be_off():
-    loss, slope = one_token("vanilla", 0.1, 0.5, -2.0, dual_clip=float("inf"))
+    off = {"dual_clip": float("inf")}
+    loss, slope = one_token("vanilla", 0.1, 0.5, -2.0, loss_args=off)
     np.testing.assert_allclose((loss, slope), (10.0, 10.0), rtol=1e-6)
-    assert np.isfinite(one_token("vanilla", 0.1, 0.5, 0.0, dual_clip=float("inf"))).all()
+    assert np.isfinite(one_token("vanilla", 0.1, 0.5, 0.0, loss_args=off)).all()
 
 
 def test_sapo_fades_out_instead_of_clipping():

@@ -169,9 +169,8 @@ def test_order_of_precedence(recipe):
     values.algorithm.recipe = recipe
     values.algorithm.kl_coef = 0.125
     algorithm = from_config_dict(values).algorithm
-    expected = dataclasses.asdict(AlgorithmConfig())
-    expected.update(RECIPES[recipe], recipe=recipe, kl_coef=0.125)
-    assert dataclasses.asdict(algorithm) == expected
+    expected = {**vars(AlgorithmConfig()), **RECIPES[recipe], "recipe": recipe, "kl_coef": 0.125}
+    assert vars(algorithm) == expected
 
 
 def test_a_missing_algorithm_group_is_the_default_recipe():
@@ -307,7 +306,7 @@ def test_to_dict_is_json_and_is_undone():
     config = from_config_dict(
         minimal(
             algorithm={
-                "dual_clip": math.inf,
+                "loss_args": {"dual_clip": math.inf},
                 "rejections": ("token_k1",),
                 "rejection_lows": (0.5,),
                 "rejection_highs": (math.inf,),
