@@ -106,9 +106,11 @@ def resolve(
         )
     module = _module(name, location)
     if not hasattr(module, attribute):
-        public = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        public = {key: f for key, f in vars(module).items() if callable(f) and key[0] != "_"}
+        own = [key for key, f in public.items() if f.__module__ == module.__name__]
+        functions = ", ".join(own or public)  # not those that it imports, if it has its own
         raise AttributeError(
-            f"{name!r}: {location} has no {attribute!r}; its functions: {', '.join(public)}"
+            f"{name!r}: {location} has no {attribute!r}; its functions: {functions}"
         )
     function = getattr(module, attribute)
     if not callable(function):

@@ -124,6 +124,20 @@ def loss_hyperparameters(policy_loss: str) -> Mapping[str, Hyperparameter]:
     }
 
 
+def with_loss_defaults(config: AlgorithmConfig) -> AlgorithmConfig:
+    """The config with every hyperparameter of its policy loss in `loss_args`.
+
+    A run records them, so that one that is resumed does not depend on the defaults of its time.
+
+    >>> config = AlgorithmConfig(policy_loss="sapo", loss_args={"tau_neg": 2.0})
+    >>> with_loss_defaults(config).loss_args
+    {'tau_pos': 1.0, 'tau_neg': 2.0}
+    """
+    known = loss_hyperparameters(config.policy_loss)
+    defaults = {name: float(each.default) for name, each in known.items()}
+    return dataclasses.replace(config, loss_args={**defaults, **config.loss_args})
+
+
 def _loss_argument_problems(config: AlgorithmConfig) -> Iterator[str]:
     loss = config.policy_loss
     try:

@@ -1,5 +1,6 @@
 """The command line: what it accepts, refuses and shows, before any library is loaded."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -149,7 +150,9 @@ def test_a_dry_run_allocates_nothing_and_prints_a_config(monkeypatch, capsys, tm
     ).config
     assert isinstance(again, RLConfig) and isinstance(first, RLConfig)
     assert again.trainer.max_tokens_per_microbatch > 0  # chosen by the plan
-    assert (again.seed, again.rewards, again.algorithm) == (7, first.rewards, first.algorithm)
+    assert (again.seed, again.rewards) == (7, first.rewards)
+    # Hyperparameters that the loss has by default are shown too.
+    assert again.algorithm == dataclasses.replace(first.algorithm, loss_args={"dual_clip": 3.0})
 
     workdir.mkdir()
     (workdir / "metrics.jsonl").write_text("{}")
