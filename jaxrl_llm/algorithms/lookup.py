@@ -10,9 +10,9 @@ import importlib.util
 import inspect
 import pathlib
 import sys
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Annotated, Any
 
 from jaxrl_llm.config.validation import Range
@@ -24,7 +24,7 @@ class FunctionError(UserError, TypeError):
 
 
 @functools.lru_cache
-def _module_from_file(path: pathlib.Path, modified_ns: int) -> types.ModuleType:
+def _module_from_file(path: pathlib.Path, modified_ns: int) -> ModuleType:
     """Runs the file once per modification: the same function object keeps jit caches warm."""
     spec = importlib.util.spec_from_file_location(f"user_{path.stem}_{modified_ns}", path)
     assert spec and spec.loader, "the name ends with .py"
@@ -67,7 +67,7 @@ def _siblings_importable(folder: pathlib.Path) -> Iterator[None]:
                 _sibling_folders[name] = folder
 
 
-def _module(name: str, location: str) -> types.ModuleType:
+def _module(name: str, location: str) -> ModuleType:
     if location.endswith(".py"):
         path = pathlib.Path(location).expanduser().resolve()
         if not path.is_file():
@@ -107,7 +107,7 @@ def resolve(
     module = _module(name, location)
     if not hasattr(module, attribute):
         public = {key: f for key, f in vars(module).items() if callable(f) and key[0] != "_"}
-        own = [key for key, f in public.items() if f.__module__ == module.__name__]
+        own = [key for key, f in public.items() if getattr(f, "__module__", "") == module.__name__]
         functions = ", ".join(own or public)  # not those that it imports, if it has its own
         raise AttributeError(
             f"{name!r}: {location} has no {attribute!r}; its functions: {functions}"
@@ -171,45 +171,51 @@ def hyperparameters(function: Callable[..., Any]) -> Mapping[str, Hyperparameter
     """The parameters of a function whose default is a number, by name.
 
     Their type and range come from an annotation `Annotated[float, Range("(0, 1]")]`; without one,
-    the type is that of the default and every number but NaN is allowed. FunctionError if
-    annotations that are texts cannot be evaluated.
+    the type is that of the default and every number but NaN is allowed. FunctionError if such an
+    annotation is a text that cannot be evaluated.
 
     >>> def loss(advantages, tau: Annotated[float, Range("(0, 1]")] = 0.5, power=2): ...
     >>> {name: (str(each.range), each.default) for name, each in hyperparameters(loss).items()}
     {'tau': ('in (0, 1]', 0.5), 'power': ('in [-inf, inf]', 2)}
     """
-    try:
-        parameters = inspect.signature(function, eval_str=True).parameters.values()
-    except Exception as error:  # whatever the text of an annotation raises
-        raise FunctionError(
-            f"its annotations cannot be evaluated ({type(error).__name__}: {error}); import what"
-            " they name, or remove them"
-        ) from error
-    found = {}
-    for parameter in parameters:
-        if type(parameter.default) in (float, int):
-            hint = parameter.annotation
-            ranges = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range)]
-            base = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
-            found[parameter.name] = Hyperparameter(
-                kind=base if base in (float, int) else type(parameter.default),
-                default=parameter.default,
-                range=ranges[0] if ranges else Range("[-inf, inf]"),
-            )
-    return found
+    return {
+        parameter.name: _hyperparameter(function, parameter)
+        for parameter in inspect.signature(function).parameters.values()
+        if type(parameter.default) in (float, int)
+    }
+
+
+def _hyperparameter(function: Callable[..., Any], parameter: inspect.Parameter) -> Hyperparameter:
+    hint = parameter.annotation
+    if isinstance(hint, str):  # alone: those of arrays may name what is imported for types only
+        try:
+            hint = eval(hint, getattr(inspect.unwrap(function), "__globals__", {}))
+        except Exception as error:
+            raise FunctionError(
+                f"the annotation {hint!r} of {parameter.name!r} cannot be evaluated"
+                f" ({type(error).__name__}: {error}); import what it names, or remove it"
+            ) from error
+    ranges = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range)]
+    kind = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+    return Hyperparameter(
+        kind=kind if kind in (float, int) else type(parameter.default),
+        default=parameter.default,
+        range=ranges[0] if ranges else Range("[-inf, inf]"),
+    )
 
 
 def call_by_name(
     function: Callable[..., Any],
     available: Mapping[str, Any],
     where: str,
-    settings: Mapping[str, float] = types.MappingProxyType({}),
+    settings: Mapping[str, float] = {},
 ) -> Any:
     """Calls `function` with those of the `available` values that its parameters name.
 
     A parameter that is not available keeps its default, or is a FunctionError if it has none;
     `**rest` takes everything. `where`, with which errors begin, is the setting of the function.
-    `settings` replace defaults of its `hyperparameters`; others are ignored.
+    `settings` replace defaults of its `hyperparameters`; others, and names of available values,
+    are ignored.
 
     >>> call_by_name(lambda b, a: a - b, {"a": 5, "b": 2, "unused": 0}, "example")
     3
@@ -222,11 +228,7 @@ def call_by_name(
     except FunctionError as error:
         raise FunctionError(f"{where}: {error}") from None
     numbers = {name: known[name].kind(settings[name]) for name in known.keys() & settings.keys()}
-    if inputs := numbers.keys() & available.keys():
-        raise FunctionError(
-            f"{where}: {min(inputs)!r} is an input, not a hyperparameter; rename it"
-        )
-    available = {**available, **numbers}
+    available = {**numbers, **available}
     for name in reads.required:
         if name not in available:
             raise FunctionError(

@@ -1,11 +1,12 @@
 """Per-token policy losses and their table.
 
 A loss names what it reads, which `losses.policy_objective` sets to 0 outside the loss mask, and
-returns a number and metrics for each token. Its parameters with a default are its hyperparameters,
-which `config.loss_args` sets; `clip_low` and `clip_high`, which most losses share, are fields of
-the config. A = advantages, log_ratios = log_probs - old_log_probs
+returns a number and metrics for each token. A = advantages, log_ratios = log_probs - old_log_probs
 clipped to ±20, ratio = exp(log_ratios). At ratio 1 the gradient of each loss is that of
 -A * log_probs.
+
+Parameters with a default are hyperparameters of their loss, which `config.loss_args` sets.
+`clip_low` and `clip_high`, which most losses share, are fields of the config.
 """
 
 from collections.abc import Callable

@@ -23,7 +23,7 @@ from jaxrl_llm.algorithms.lookup import (
     parameters_of,
     resolve,
 )
-from jaxrl_llm.algorithms.losses import policy_objective
+from jaxrl_llm.algorithms.losses import POLICY_LOSS_INPUTS, policy_objective
 from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
 from jaxrl_llm.algorithms.selection import SELECTIONS
 from jaxrl_llm.config import AlgorithmConfig, ConfigError, RLConfig
@@ -112,6 +112,8 @@ def warnings(config: RLConfig) -> Iterator[str]:
 def loss_hyperparameters(policy_loss: str) -> Mapping[str, Hyperparameter]:
     """The hyperparameters of a policy loss: those of its function and of its token selection.
 
+    Inputs with a number as default are not among them.
+
     Raises as `lookup.resolve` and `lookup.hyperparameters` do.
 
     >>> {name: each.default for name, each in loss_hyperparameters("kl_cov").items()}
@@ -120,7 +122,10 @@ def loss_hyperparameters(policy_loss: str) -> Mapping[str, Hyperparameter]:
     functions = [resolve(policy_loss, POLICY_LOSSES, "policy loss")]
     functions += [SELECTIONS[policy_loss]] if policy_loss in SELECTIONS else []
     return {
-        name: each for function in functions for name, each in hyperparameters(function).items()
+        name: each
+        for function in functions
+        for name, each in hyperparameters(function).items()
+        if name not in POLICY_LOSS_INPUTS
     }
 
 
@@ -141,7 +146,7 @@ def with_loss_defaults(config: AlgorithmConfig) -> AlgorithmConfig:
 def _loss_argument_problems(config: AlgorithmConfig) -> Iterator[str]:
     loss = config.policy_loss
     try:
-        known = loss_hyperparameters(loss) if config.loss_args else {}
+        known = loss_hyperparameters(loss)
     except FunctionError as error:
         yield f"config.algorithm.policy_loss={loss!r}: {error}"
         return

@@ -12,6 +12,7 @@ from jaxrl_llm.algorithms.aggregation import (
     policy_loss,
 )
 from jaxrl_llm.algorithms.losses import (
+    POLICY_LOSS_INPUTS,
     bradley_terry,
     dpo,
     policy_objective,
@@ -53,6 +54,17 @@ def objective(config, log_probs, batch, selection=None, entropies=None):
 
 def gradient(config, log_probs, batch, **given):
     return jax.grad(lambda x: objective(config, x, batch, **given)[0])(log_probs)
+
+
+def every_input(**rest):
+    return jnp.zeros(()), dict.fromkeys(rest, 0.0)
+
+
+def test_inputs_of_a_loss_are_those_that_it_is_offered():
+    config = AlgorithmConfig(policy_loss=f"{__name__}:every_input")
+    _, metrics = objective(config, LOG_PROBS, minibatch())
+    offered = {name for name in metrics if not name.startswith("actor/")}
+    assert offered == POLICY_LOSS_INPUTS - {"log_ratios"}
 
 
 @pytest.mark.parametrize(

@@ -186,12 +186,15 @@ def test_arguments_of_a_users_loss(mine):
     # What has **rest gets inputs, no names that it does not spell.
     (said,) = problems("with_args", pover=2.0)
     assert said.endswith("; did you mean 'power'?; known: tau, power")
-    # `values` is an input: its default is of no use.
+    # `values` is an input, which no setting replaces.
     (said,) = problems("takes_input", values=1.0)
-    assert said.endswith("'values' is an input, not a hyperparameter; rename it")
-    (said,) = problems("unreadable", tau=1.0)
-    assert said.startswith("policy_loss='") and "its annotations cannot be evaluated" in said
-    assert problems("unreadable") == []
+    assert "values: unknown hyperparameter of policy_loss=" in said
+    assert said.endswith("; known: none") and problems("takes_input") == []
+    config = AlgorithmConfig(policy_loss=mine("takes_input"))
+    assert requirements.with_loss_defaults(config) == config
+    for loss_args in ({}, {"tau": 1.0}):
+        (said,) = problems("unreadable", **loss_args)
+        assert said.startswith("policy_loss='") and "the annotation 'Unknown' of 'tau'" in said
 
 
 VALUES = {

@@ -160,6 +160,18 @@ def test_a_dry_run_allocates_nothing_and_prints_a_config(monkeypatch, capsys, tm
     assert "holds metrics.jsonl but no config.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_arguments_of_another_loss_are_refused_before_any_work(
+    monkeypatch, capsys, tmp_path, command
+):
+    words = [command, CONFIG, "--config.algorithm.loss_args.tau_pos=1.2"]
+    words += [f"--workdir={tmp_path / 'run'}"] if command == "train" else []
+    assert main(monkeypatch, *words) == 1
+    said = capsys.readouterr().err
+    assert "config.algorithm.loss_args.tau_pos: a hyperparameter of policy_loss='sapo'" in said
+    assert not (tmp_path / "run").exists()
+
+
 def test_completion_knows_flags_and_keys():
     script = """
 source <(echo "$1")
