@@ -127,8 +127,11 @@ def resolve(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
     """The checked config with all sizes set: those of the run in `workdir`, or planned ones.
 
     So a resumed run repeats it bit for bit. Sizes set in the config win; placement is not changed.
+    Hyperparameters that the policy loss leaves open are set to their defaults.
     """
     requirements.check_functions(config.algorithm)
+    algorithm = requirements.with_loss_defaults(config.algorithm)
+    config = dataclasses.replace(config, algorithm=algorithm)
     for path in config.scorer_paths:
         # report a broken folder before any plan: that would only say that the run does not fit
         config_reader.read_config(path)

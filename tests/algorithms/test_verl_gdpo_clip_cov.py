@@ -50,9 +50,11 @@ def clip_cov(name, share):
         aggregation="token-mean",
         clip_low=SETTINGS["clip_low"],
         clip_high=SETTINGS["clip_high"],
-        clip_cov_low=SETTINGS["clip_cov_lb"],
-        clip_cov_high=SETTINGS["clip_cov_ub"],
-        clip_cov_share=share,
+        loss_args={
+            "low": SETTINGS["clip_cov_lb"],
+            "high": SETTINGS["clip_cov_ub"],
+            "share": share,
+        },
     )
     minibatch = dataclasses.replace(
         Minibatch.zeros(*MASK.shape),

@@ -51,20 +51,26 @@ def names(section):
     return sorted({key.split("/")[1] for key in GOLDENS if key.startswith(f"{section}/")})
 
 
+DUAL_CLIP = {"dual_clip": SETTINGS["clip_c"]}
+LOSS_ARGS = {
+    **dict.fromkeys(("vanilla", "dppo_tv", "dppo_kl"), DUAL_CLIP),
+    "sapo": {"tau_pos": SETTINGS["tau_pos"], "tau_neg": SETTINGS["tau_neg"]},
+    "dro": {"beta": SETTINGS["dro_beta"]},
+    "kl_cov": {
+        "share": SETTINGS.get("kl_cov_ratio", 0.1),
+        "coef": SETTINGS.get("kl_cov_coef", 0.5),
+    },
+}
+
+
 def settings(**changes):
     config = dict(
         gamma=SETTINGS["gamma"],
         gae_lambda=SETTINGS["lam"],
         clip_low=SETTINGS["clip_low"],
         clip_high=SETTINGS["clip_high"],
-        dual_clip=SETTINGS["clip_c"],
         value_clip=SETTINGS["cliprange_value"],
         correction_high=SETTINGS["is_threshold"],
-        sapo_tau_pos=SETTINGS["tau_pos"],
-        sapo_tau_neg=SETTINGS["tau_neg"],
-        dro_beta=SETTINGS["dro_beta"],
-        kl_cov_share=SETTINGS.get("kl_cov_ratio", 0.1),
-        kl_cov_coef=SETTINGS.get("kl_cov_coef", 0.5),
     )
     return AlgorithmConfig(**(config | changes))
 
@@ -112,7 +118,7 @@ def test_policy_losses(name):
             settings(correction="token"), IN["old_log_probs"], IN["rollout_log_probs"], MASK
         )
     aggregation = "seq-mean-token-mean" if loss in SEQUENCE_MEAN else "token-mean"
-    config = settings(policy_loss=loss, aggregation=aggregation)
+    config = settings(policy_loss=loss, aggregation=aggregation, loss_args=LOSS_ARGS.get(loss, {}))
     zeros = jnp.zeros(MASK.shape)
     minibatch = Minibatch(
         tokens=jnp.zeros(MASK.shape, jnp.int32),

@@ -12,6 +12,7 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
+from jaxrl_llm.algorithms import requirements
 from jaxrl_llm.commands import command_line
 from jaxrl_llm.commands.options import PlanOptions
 from jaxrl_llm.config import AlgorithmConfig, ConfigError, RLConfig, bridge, workdir
@@ -169,9 +170,8 @@ def test_order_of_precedence(recipe):
     values.algorithm.recipe = recipe
     values.algorithm.kl_coef = 0.125
     algorithm = from_config_dict(values).algorithm
-    expected = dataclasses.asdict(AlgorithmConfig())
-    expected.update(RECIPES[recipe], recipe=recipe, kl_coef=0.125)
-    assert dataclasses.asdict(algorithm) == expected
+    expected = {**vars(AlgorithmConfig()), **RECIPES[recipe], "recipe": recipe, "kl_coef": 0.125}
+    assert vars(algorithm) == expected
 
 
 def test_a_missing_algorithm_group_is_the_default_recipe():
@@ -307,7 +307,7 @@ def test_to_dict_is_json_and_is_undone():
     config = from_config_dict(
         minimal(
             algorithm={
-                "dual_clip": math.inf,
+                "loss_args": {"dual_clip": math.inf},
                 "rejections": ("token_k1",),
                 "rejection_lows": (0.5,),
                 "rejection_highs": (math.inf,),
@@ -412,3 +412,52 @@ def test_a_value_that_was_renamed_is_refused_with_its_new_name(key, old, new):
     (problem,) = raised.value.problems
     assert problem.startswith(f"config.trainer.{key}: expected one of ")
     assert problem.endswith(f"got {old!r}; it is called {new!r}")
+
+
+def test_fields_that_became_loss_arguments_are_refused_with_their_new_name(tmp_path):
+    """In a config, in the `config.json` of an earlier version, and on the command line."""
+    table = bridge._RENAMED_FIELDS
+    old = {key.removeprefix("config.algorithm."): 1.0 for key in table}
+    expected = [f"{key}: unknown field; it is called {new!r}" for key, new in table.items()]
+    assert problems(minimal(algorithm=old)) == expected
+
+    stored = bridge.to_dict(from_config_dict(minimal()))
+    stored["algorithm"] |= old
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(ConfigError) as error:
+        workdir.load_config(tmp_path)
+    assert list(error.value.problems) == expected
+
+    (tmp_path / "run.py").write_text(CONFIG_FILE)
+    assert expected[0].startswith("config.algorithm.dual_clip: unknown field; it is called 'config")
+    with pytest.raises(ConfigError) as error:
+        command_line.parse(
+            PlanOptions, [f"--config={tmp_path / 'run.py'}", *(f"--{key}=1" for key in table)]
+        )
+    assert list(error.value.problems) == expected
+
+    for name, new in table.items():
+        loss = {"sapo": "sapo", "dro": "dro", "clip": "clip_cov", "kl": "kl_cov"}.get(
+            name.removeprefix("config.algorithm.").partition("_")[0], "vanilla"
+        )
+        assert new.rpartition(".")[2] in requirements.loss_hyperparameters(loss)
+
+
+def test_loss_arguments_override_those_of_the_recipe_of_the_same_loss():
+    def loss_args(**algorithm):
+        return dict(from_config_dict(minimal(algorithm=algorithm)).algorithm.loss_args)
+
+    assert loss_args(recipe="dapo") == {"dual_clip": 10.0}
+    assert loss_args(recipe="dapo", policy_loss="vanilla") == {"dual_clip": 10.0}
+    assert loss_args(recipe="dapo", loss_args={"dual_clip": 5}) == {"dual_clip": 5.0}
+    assert loss_args(recipe="dapo", loss_args={"dual_clip": None}) == {"dual_clip": 10.0}
+    assert loss_args(recipe="dapo", policy_loss="sapo") == {}
+    assert loss_args(recipe="grpo", policy_loss="sapo", loss_args={"tau_pos": 2}) == {
+        "tau_pos": 2.0
+    }
+    assert problems(minimal(algorithm={"recipe": "dapo", "loss_args": 3.0})) == [
+        "config.algorithm.loss_args: expected names with float values, got 3.0"
+    ]
+    assert problems(minimal(algorithm={"loss_args": {"tau": "x"}})) == [
+        "config.algorithm.loss_args.tau: expected float, got 'x'"
+    ]

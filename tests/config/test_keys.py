@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from config_fields import listed
 
+from jaxrl_llm.algorithms.requirements import loss_hyperparameters
 from jaxrl_llm.config.bridge import JOBS, from_config_dict
+from jaxrl_llm.config.recipes import POLICY_LOSSES
 from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.errors import UserError
 
@@ -87,10 +89,6 @@ MOVING = MIXTURE | {"data.last_train_weights": (0.0, 1.0), "data.last_train_weig
 CHOSEN = {"curriculum.choice": "success"}
 SPREAD = {"alerts.constant_reward.limit": 1.0}
 BEST = {"checkpoint.best_metric": "quality"}
-
-
-def loss(name, **changed):
-    return {"algorithm.policy_loss": name, "algorithm.kl_in": "none", **changed}
 
 
 # Probe, another value, and what else must be set for the key to matter. "FILE" and "FOLDER" are
@@ -308,28 +306,8 @@ RL = {
     ),
     "config.algorithm.clip_low": (probe.policy_loss, 0.1),
     "config.algorithm.clip_high": (probe.policy_loss, 0.1),
-    "config.algorithm.dual_clip": (probe.policy_loss, 1.1),
+    "config.algorithm.loss_args": (probe.policy_loss, {"dual_clip": 1.1}),
     "config.algorithm.entropy_coef": (probe.policy_loss, 0.5),
-    "config.algorithm.sapo_tau_pos": (probe.policy_loss, 2.0, loss("sapo")),
-    "config.algorithm.sapo_tau_neg": (probe.policy_loss, 2.0, loss("sapo")),
-    "config.algorithm.dro_beta": (probe.policy_loss, 2.0, loss("dro")),
-    "config.algorithm.clip_cov_share": (
-        probe.policy_loss,
-        1.0,
-        loss("clip_cov", **{"algorithm.clip_cov_low": -99.0}),
-    ),
-    "config.algorithm.clip_cov_low": (
-        probe.policy_loss,
-        -99.0,
-        loss("clip_cov", **{"algorithm.clip_cov_share": 1.0}),
-    ),
-    "config.algorithm.clip_cov_high": (
-        probe.policy_loss,
-        -1.0,
-        loss("clip_cov", **{"algorithm.clip_cov_share": 1.0, "algorithm.clip_cov_low": -99.0}),
-    ),
-    "config.algorithm.kl_cov_share": (probe.policy_loss, 0.5, loss("kl_cov")),
-    "config.algorithm.kl_cov_coef": (probe.policy_loss, 3.0, loss("kl_cov")),
     "config.algorithm.kl_in": (probe.estimates, "none"),
     "config.algorithm.kl_estimator": (probe.estimates, "k3"),
     "config.algorithm.kl_coef": (probe.estimates, 0.1),
@@ -608,6 +586,38 @@ def test_every_key_changes_something(job, key, places):
         before = BASE[job] | dict(*more)
         after = before | {name: value}
     assert of_base(part, built(before, places)) != outcome(part, built(after, places))
+
+
+# Of each loss: another value of a hyperparameter, and those that it needs to matter.
+LOSS_ARGS = {
+    ("vanilla", "dual_clip"): (1.1, {}),
+    ("sapo", "tau_pos"): (2.0, {}),
+    ("sapo", "tau_neg"): (2.0, {}),
+    ("clip_cov", "share"): (1.0, {"low": -99.0}),
+    ("clip_cov", "low"): (-99.0, {"share": 1.0}),
+    ("clip_cov", "high"): (-1.0, {"share": 1.0, "low": -99.0}),
+    ("kl_cov", "coef"): (3.0, {}),
+    ("kl_cov", "share"): (0.5, {}),
+    ("dppo_tv", "dual_clip"): (1.1, {}),
+    ("dppo_kl", "dual_clip"): (1.1, {}),
+    ("dro", "beta"): (2.0, {}),
+}
+
+
+@pytest.mark.parametrize("policy_loss, name", LOSS_ARGS)
+def test_every_hyperparameter_changes_its_loss(policy_loss, name, places):
+    value, others = LOSS_ARGS[policy_loss, name]
+    base = {**BASE["rl"], "algorithm.policy_loss": policy_loss, "algorithm.kl_in": "none"}
+    before = base | {"algorithm.loss_args": others}
+    after = base | {"algorithm.loss_args": others | {name: value}}
+    found = of_base(probe.policy_loss, built(before, places))
+    assert found != outcome(probe.policy_loss, built(after, places))
+
+
+def test_no_hyperparameter_is_left_out():
+    assert set(LOSS_ARGS) == {
+        (loss, name) for loss in POLICY_LOSSES for name in loss_hyperparameters(loss)
+    }
 
 
 def test_the_tables_hold_no_other_keys():

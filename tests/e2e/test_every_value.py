@@ -17,8 +17,10 @@ import runs
 from config_fields import listed
 
 import jaxrl_llm
+from jaxrl_llm.algorithms.requirements import loss_hyperparameters
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.bridge import JOBS, from_config_dict
+from jaxrl_llm.config.recipes import POLICY_LOSSES
 from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.hf import checkpoint, config_reader
@@ -101,10 +103,13 @@ READ_WITH: Mapping[str, Mapping[str, Any]] = {
     "router": EXPERTS,
     "router.bias_rate": {"model.path": "EXPERTS"},
     "model.chat_template": {"data.chat_template": True},
-    "algorithm.sapo": {"algorithm.policy_loss": "sapo"},
-    "algorithm.dro": {"algorithm.policy_loss": "dro"},
-    "algorithm.clip_cov": {"algorithm.policy_loss": "clip_cov"},
-    "algorithm.kl_cov": {"algorithm.policy_loss": "kl_cov"},
+    "algorithm.loss_args.tau": {"algorithm.policy_loss": "sapo"},
+    "algorithm.loss_args.beta": {"algorithm.policy_loss": "dro"},
+    "algorithm.loss_args.coef": {"algorithm.policy_loss": "kl_cov"},
+    **{
+        f"algorithm.loss_args.{name}": {"algorithm.policy_loss": "clip_cov"}
+        for name in ("share", "low", "high")
+    },
     "algorithm.rejection": {
         "algorithm.rejections": ("token_k1",),
         "algorithm.rejection_lows": (0.5,),
@@ -155,6 +160,11 @@ def fields(job: str) -> dict[str, tuple[type, bool]]:
 
 FIELDS = {job: fields(job) for job in JOBS}
 FIELDS["rl"]["placement.roles.policy"] = str, False
+FIELDS["rl"] |= {
+    f"algorithm.loss_args.{name}": (float, False)
+    for loss in POLICY_LOSSES
+    for name in loss_hyperparameters(loss)
+}
 
 
 def read_with(key: str) -> str:

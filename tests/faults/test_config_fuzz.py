@@ -64,7 +64,9 @@ def fields(cls: Any, path: tuple[str, ...] = ()):
             yield (*path, name), hint
 
 
+LOSS_ARGS = ("dual_clip", "tau_pos", "share", "coef")
 FIELDS = list(fields(RLConfig))
+FIELDS += [(("algorithm", "loss_args", name), float) for name in LOSS_ARGS]
 
 
 def right(path: tuple[str, ...], hint: Any) -> st.SearchStrategy:

@@ -30,7 +30,7 @@ from jaxrl_llm.types import Minibatch
 
 B, T = 10, 24
 ONE = tiny.make_mesh()
-PLAIN = AlgorithmConfig(policy_loss="vanilla", dual_clip=float("inf"))
+PLAIN = AlgorithmConfig(policy_loss="vanilla", loss_args={"dual_clip": float("inf")})
 # Everything at once: entropy and KL with gradient, means of sequences, a critic.
 FULL = AlgorithmConfig(
     advantage="gae",
@@ -262,7 +262,7 @@ def test_the_cut_does_not_matter(reference, monkeypatch):
     assert_same(learned(run, budget=T), reference(FULL, monkeypatch))
 
 
-CLIP_COV = AlgorithmConfig(policy_loss="clip_cov", clip_cov_share=0.1, clip_cov_low=0.0)
+CLIP_COV = AlgorithmConfig(policy_loss="clip_cov", loss_args={"share": 0.1, "low": 0.0})
 
 
 # Prompts of 9, 5, 1 and 3 tokens with 4, 3, 2 and 1 samples, of which CHOSEN takes some.
@@ -357,16 +357,16 @@ def test_the_mesh_does_not_matter(sizes, reference, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy_loss", ["clip_cov", "kl_cov"])
-def test_selection_looks_at_the_whole_minibatch(policy_loss, reference, monkeypatch):
-    algorithm = AlgorithmConfig(
-        policy_loss=policy_loss,
-        clip_cov_share=0.1,
-        clip_cov_low=0.0,
-        clip_cov_high=9.0,
-        kl_cov_share=0.1,
-        kl_cov_coef=5.0,
-    )
+@pytest.mark.parametrize(
+    "policy_loss, loss_args",
+    [
+        ("clip_cov", {"share": 0.1, "low": 0.0, "high": 9.0}),
+        ("kl_cov", {"share": 0.1, "coef": 5.0}),
+    ],
+    ids=["clip_cov", "kl_cov"],
+)
+def test_selection_looks_at_the_whole_minibatch(policy_loss, loss_args, reference, monkeypatch):
+    algorithm = AlgorithmConfig(policy_loss=policy_loss, loss_args=loss_args)
     run = tiny_run(tiny.make_mesh(fsdp=2), algorithm, monkeypatch)
     assert_same(learned(run, budget=T), reference(algorithm, monkeypatch))
     # The choice is felt: it is not the loss without one.
