@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -292,44 +292,31 @@ def scoring_programs(config: RLConfig, models: Models) -> ScoringPrograms:
     return of_policy, of_critic
 
 
-def prediction_lowerings(
-    config: RLConfig,
-    models: Models,
-    frozen: FrozenModels,
-    state: LearnerState,
-    programs: ScoringPrograms,
-) -> dict[str, Callable[..., Any]]:
-    """Functions that lower the programs of `predictor`, by name, to compile them ahead of a run.
+def scoring_lowerings(
+    models: Models, programs: ScoringPrograms, base: Params, state: LearnerState, reference: Params
+) -> dict[str, Callable[..., jax.stages.Lowered]]:
+    """Functions that lower the `scoring_programs` of every model that has parameters, by name.
 
     Each takes tokens [B, T], lengths [B] and the packed batch of a step, or their shapes; of
-    `state` only shapes and shardings are read. Programs with routes or images are not among them.
+    parameters only shapes and shardings are read. Programs with routes or images are not among
+    them.
     """
     of_policy, of_critic = programs
-    lowerings: dict[str, Callable[..., Any]] = {}
 
-    def lowering(role: str, program, *before, **choices) -> Callable[..., Any]:
-        def lower(*batch):
-            with jax.set_mesh(models.meshes[role]):
-                return program.lower(*before, *batch, **choices)
+    def lower(role: str, program: Any, params: Sequence[Params], choices: Any, *batch: Any):
+        with jax.set_mesh(models.meshes[role]):
+            return program.lower(*params, *batch, **choices)
 
-        return lower
-
-    if not is_on_policy(config) and config.router.replay == "off":
-        lowerings["log-probs"] = lowering(
-            "policy",
-            of_policy,
-            frozen.base_params,
-            state.policy.params,
-            entropy="value",
-            records=False,
-        )
-    if frozen.reference and "reference" not in config.mesh.on_host:
-        lowerings["reference"] = lowering(
-            "reference", of_policy, {}, frozen.reference, entropy="none"
-        )
-    if state.critic.params:
-        lowerings["values"] = lowering("critic", of_critic, state.critic.params)
-    return lowerings
+    policy, critic = state.policy.params, state.critic.params
+    policy_choices = {"entropy": "value", "records": False}
+    arguments: dict[str, tuple[str, Any, Sequence[Params], Mapping[str, Any]]] = {
+        "log-probs": ("policy", of_policy, (base, policy), policy_choices),
+        "reference": ("reference", of_policy, ({}, reference), {"entropy": "none"}),
+        "values": ("critic", of_critic, (critic,), {}),
+    }
+    return {
+        name: functools.partial(lower, *each) for name, each in arguments.items() if each[2][-1]
+    }
 
 
 def predictor(
