@@ -257,11 +257,10 @@ def routers(config: RLConfig):
 def asked(config: RLConfig):
     """How an update asks the policy for log-probs."""
 
-    def statistics(**named):
+    def statistics(outputs, **named):
         raise _SeenError(named)
 
-    outputs = types.SimpleNamespace(token_statistics=statistics, microbatch=None)
-    with mock.patch.object(predict.ForwardSpec, "run", lambda *args: outputs):
+    with mock.patch.object(predict.ForwardOutputs, "token_statistics", statistics):
         try:
             update_program(config)
         except _SeenError as seen:
