@@ -31,13 +31,14 @@ class EnginePrograms:
         self,
         network: Network,
         mesh: Mesh,
+        *,
         num_slots: int,
         max_tokens: int,
         chunk_steps: int,
         layout: str,
         speculation: SpeculationConfig,
         keeps_routes: bool,
-        cache_tokens: int = 0,
+        cache_tokens: int,
     ):
         self.mesh, self.num_slots, self.max_tokens = mesh, num_slots, max_tokens
         # waits for programs compiled in the background

@@ -84,13 +84,13 @@ class Engine:
         self.programs = EnginePrograms(
             network,
             mesh,
-            num_slots,
-            max_tokens,
-            chunk_steps,
-            layout,
-            speculation,
-            keeps_routes,
-            cache_tokens,
+            num_slots=num_slots,
+            max_tokens=max_tokens,
+            chunk_steps=chunk_steps,
+            layout=layout,
+            speculation=speculation,
+            keeps_routes=keeps_routes,
+            cache_tokens=cache_tokens,
         )
         self.limits = RequestLimits.for_network(
             network, max_tokens, decode, self.programs.num_routes
