@@ -107,7 +107,7 @@ def _kernel(
 def gpu_partial_attention(
     queries: PagedQueries, table: Int[Array, "S pages_of_slot"], *, interpret: bool = False
 ) -> OnlineSoftmax:
-    """Softmax state of queries over their pages, as from `paged_attention_tpu.tpu_partial_attention`.
+    """Softmax state of queries over their pages, as from `tpu_partial_attention`.
 
     With few slots and heads, several programs split the pages of a slot (as in FlashDecoding), and
     their states are merged.
