@@ -39,7 +39,6 @@ from jaxrl_llm.learner import (
     distillation,
     estimate,
     job_models,
-    objectives,
     optimizer,
     predict,
     router_replay,
@@ -258,10 +257,10 @@ def routers(config: RLConfig):
 def asked(config: RLConfig):
     """How an update asks the policy for log-probs."""
 
-    def statistics(*args, **named):
-        raise _SeenError({name: x for name, x in named.items() if name != "routing"})
+    def statistics(outputs, **named):
+        raise _SeenError(named)
 
-    with mock.patch.object(update, "token_statistics", statistics):
+    with mock.patch.object(predict.ForwardOutputs, "token_statistics", statistics):
         try:
             update_program(config)
         except _SeenError as seen:
@@ -471,12 +470,13 @@ def supervised_batch(config):
 def supervised_loss(config):
     """What the loss of a supervised job asks the policy."""
 
-    def statistics(*args, **named):
+    def statistics(**named):
         raise _SeenError(named)
 
     objective = stages_lib._OBJECTIVES[config.job](config, job_models.make_models(config))
     batch = types.SimpleNamespace(tokens=None)
-    with mock.patch.object(objectives.predict, "token_statistics", statistics):
+    outputs = types.SimpleNamespace(token_statistics=statistics, microbatch=None)
+    with mock.patch.object(predict.ForwardSpec, "run", lambda *args: outputs):
         try:
             objective.loss({}, None, batch)
         except _SeenError as found:

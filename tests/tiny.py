@@ -85,11 +85,17 @@ def rollout_params(weights, mesh, network=NETWORK, **settings):
         return mover.reshard(mover.zeros(), sharded(weights, mesh, network))
 
 
+@functools.cache
+def hidden_states(network):
+    """Returns the function that `forward` is without router outputs."""
+    return lambda *args, **named: network.forward(*args, **named)[0]
+
+
 @functools.partial(jax.jit, static_argnums=2)
 def teacher_forced(tokens, temperature, network, weights):
     """Returns [B, T] log-probs of right-padded rows from one pass over each; column 0 is 0."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden = network.hidden_states(weights, tokens, positions, jnp.ones_like(tokens))
+    hidden = hidden_states(network)(weights, tokens, positions, jnp.ones_like(tokens))
     logits = network.logits(weights, hidden) / temperature[:, None, None]
     log_p = jax.nn.log_softmax(logits)[:, :-1]
     return jnp.pad(jnp.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0], ((0, 0), (1, 0)))

@@ -6,6 +6,7 @@ from absl import logging
 
 from jaxrl_llm import program, saved_policy
 from jaxrl_llm.commands.options import ServeOptions
+from jaxrl_llm.rollout.engine import aot_programs
 from jaxrl_llm.serving.driver import Driver
 
 try:
@@ -37,8 +38,8 @@ def main(options: ServeOptions) -> None:
     app = make_app(served, driver, Metrics(driver), options.request_s, body_bytes)
     max_prompt_tokens = served.max_tokens - 1  # room for one generated token
     filter_variants = (False, True) if options.warm_up_prompts else ()
-    programs = engine.programs.warmup_programs(
-        options.warm_up_prompts, max_prompt_tokens, filter_variants
+    programs = aot_programs.warmup_programs(
+        engine.programs, options.warm_up_prompts, max_prompt_tokens, filter_variants
     )
     del params  # else the old weights stay in memory after SIGHUP has loaded new ones
     load_weights = lambda: source.weights().params  # noqa: E731

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import runs
 import serving_model
+import tiny
 import transformers
 from commands import call
 from test_jobs import one_device  # noqa: F401
@@ -24,7 +25,9 @@ def ours(workdir):
         np.arange(TOKENS.shape[1], dtype=np.int32),
     )
     with jax.set_mesh(found.models.mesh):
-        hidden = found.network.hidden_states(params, TOKENS, positions[None], np.ones_like(TOKENS))
+        hidden = tiny.hidden_states(found.network)(
+            params, TOKENS, positions[None], np.ones_like(TOKENS)
+        )
         if found.network.head == "lm":
             return np.asarray(found.network.logits(params, hidden))[0, -1]
         return np.asarray(hidden[0, -1] @ params["score"].T)

@@ -282,6 +282,32 @@ def test_shapes_are_few():
     assert shapes(resumed, range(100, 120)) == shapes(packer, range(100, 120))
 
 
+def test_the_memo_of_shapes_has_the_keys_of_checkpoints():
+    kind = batches.BatchKind(16, 352, 2)
+    memo = batches.ShapeMemo(
+        fixed={2: 1},
+        shared_width={kind: 0},
+        rows={kind: 8},
+        several_rows={kind: 4},
+        microbatches={16: 3},
+        slots={(16, 4): 5},
+        scored_eighths={352: 6},
+        key_blocks={352: 7},
+    )
+    state = {
+        "settled over 2": 1,
+        "shared by 16 of 352 over 2": 0,
+        "16 in rows of 352 over 2": 8,
+        "microbatches of 16 in rows of 352 over 2": 4,
+        "microbatches of 16": 3,
+        "places of 16 in 4 rows": 5,
+        "scored in rows of 352": 6,
+        "blocks seen in rows of 352": 7,
+    }
+    assert memo.to_json() == state
+    assert batches.ShapeMemo.from_json(state) == memo
+
+
 @pytest.mark.parametrize("budget", [512, 1536])
 def test_steps_after_the_first_have_its_shapes(budget):
     """Four prompts of GSM8K with four answers each, most of them cut off at 96 tokens."""

@@ -116,7 +116,7 @@ def run_on(monkeypatch, config, mesh=None, teacher=None):
 def dense(network, params, step):
     """Log-probs of the whole vocabulary in place of each token, [B, T, V]."""
     positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
-    hidden = network.hidden_states(params, step.tokens, positions, np.ones((B, T), np.int32))
+    hidden = tiny.hidden_states(network)(params, step.tokens, positions, np.ones((B, T), np.int32))
     log_p = jax.nn.log_softmax(network.logits(params, hidden) / TEMPERATURE)
     return jnp.pad(log_p[:, :-1], ((0, 0), (1, 0), (0, 0)))
 

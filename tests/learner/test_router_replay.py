@@ -94,11 +94,8 @@ def of_update(how, router, params, transformed=jax.jit):
 
     def loss(params, microbatch):
         told = router_replay.router_inputs(router, microbatch, mask)
-        *_, routed = predict.token_statistics(
-            NETWORK, params, tokens, microbatch, temperature=1.0, chunk=64,
-            entropy="none", routing=told,
-        )  # fmt: skip
-        return router_replay.router_loss(router, routed, mask)
+        forward = predict.ForwardSpec(NETWORK, tokens, lambda microbatch: told)
+        return router_replay.router_loss(router, forward.run(params, microbatch).routed, mask)
 
     program, count = transformed(loss), int(packed.count)
     each = [

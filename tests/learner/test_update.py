@@ -188,7 +188,7 @@ def test_update_is_the_plain_gradient(reference, monkeypatch):
 
     def loss(params):
         positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-        hidden = run.models.policy.hidden_states(
+        hidden = tiny.hidden_states(run.models.policy)(
             params, batch.tokens, positions, jnp.ones((B, T), jnp.int32)
         )
         log_p = jax.nn.log_softmax(run.models.policy.logits(params, hidden)[:, :-1] / 0.8)
@@ -451,7 +451,7 @@ def test_critic_step_is_the_plain_gradient(reference, monkeypatch):
 
     def loss(params):
         positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-        hidden = run.models.value.hidden_states(
+        hidden = tiny.hidden_states(run.models.value)(
             params, batch.tokens, positions, jnp.ones((B, T), jnp.int32)
         )
         values = jnp.pad((hidden @ params["score"][0])[:, :-1], ((0, 0), (1, 0)))

@@ -34,7 +34,7 @@ def test_forward_pass_against_the_compiler(family):
 
     def forward(params, tokens):
         # One layer, as a scan of one is no loop.
-        return network.logits(params, network.hidden_states(params, tokens, positions, ids))
+        return network.logits(params, tiny.hidden_states(network)(params, tokens, positions, ids))
 
     found = counted(forward, network.abstract_params(), ids)
     wanted = flops.forward(shape, np.full(rows, length))

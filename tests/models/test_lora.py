@@ -38,7 +38,7 @@ def adapters(network=NETWORK, size=0.3):
 
 def logits(network, params, tokens=TOKENS):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden = network.hidden_states(params, tokens, positions, jnp.ones_like(tokens))
+    hidden = tiny.hidden_states(network)(params, tokens, positions, jnp.ones_like(tokens))
     return network.logits(params, hidden)
 
 

@@ -154,7 +154,7 @@ def after_a_prompt(slots=4000):
 @jax.jit
 def logits_of(tokens):
     stacked, inside = jax.tree.map(jnp.asarray, weights()), jnp.ones_like(tokens)
-    hidden = tiny.NETWORK.hidden_states(stacked, tokens, jnp.arange(16)[None], inside)
+    hidden = tiny.hidden_states(tiny.NETWORK)(stacked, tokens, jnp.arange(16)[None], inside)
     return tiny.NETWORK.logits(stacked, hidden)[0]
 
 
