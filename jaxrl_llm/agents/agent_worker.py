@@ -58,6 +58,8 @@ def main(connection_fd: int) -> None:
             while True:
                 data, fds, _, _ = socket.recv_fds(own_socket, 1, 2)
                 if not data:
+                    with contextlib.suppress(ChildProcessError):
+                        os.wait()  # for all workers, as none is reaped
                     return
                 if os.fork():
                     for fd in fds:
@@ -110,7 +112,7 @@ class _WorkerServer:
 
     async def _answer(self, request: dict[str, Any]) -> None:
         request_number, episode_number, method = (
-            request.pop(name) for name in ("number", "episode", "do")
+            request.pop(name) for name in ("number", "session", "do")
         )
         if method == "end":
             if task := self._request_tasks.pop(episode_number, None):

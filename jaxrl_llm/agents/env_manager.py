@@ -13,9 +13,8 @@ import jax
 from absl import logging
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_llm.agents.agent_pool import AgentError
+from jaxrl_llm.agents.agent_pool import AgentError, make_agent_pool
 from jaxrl_llm.agents.episode import EPISODE_END, Episode, EpisodeContext, PendingCall
-from jaxrl_llm.agents.ray_agent_pool import make_agent_pool
 from jaxrl_llm.agents.template_delta import TemplateDelta
 from jaxrl_llm.config.agent import AgentConfig
 from jaxrl_llm.data.images import ImagePreprocessor
@@ -47,7 +46,7 @@ class EnvManager(contextlib.AbstractContextManager["EnvManager"]):
             )
             self._check_tools()
         except BaseException:
-            self._pool.__exit__()
+            self._pool.close()
             raise
         self._episodes: list[Episode] = []
         self._own_episodes = range(0)
@@ -56,7 +55,7 @@ class EnvManager(contextlib.AbstractContextManager["EnvManager"]):
         self._new_outcomes: list[tuple[int, dict[str, Any]]] = []  # of those, not yet exchanged
 
     def __exit__(self, *exception) -> None:
-        self._pool.__exit__()
+        self._pool.close()
 
     def _check_tools(self) -> None:
         schemas = self._context.tool_schemas({})

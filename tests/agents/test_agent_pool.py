@@ -9,9 +9,9 @@ import sys
 import pytest
 from transformers.utils import get_json_schema
 
-from jaxrl_llm.agents import agent_pool as agents_pool
 from jaxrl_llm.agents.agent_pool import AgentError, AgentPool
 from jaxrl_llm.config.agent import AgentConfig, EnvironmentConfig
+from jaxrl_llm.processes import worker_pool
 from jaxrl_llm.processes.supervisor import descendants
 
 FILE = pathlib.Path(__file__).with_name("user_tools.py")
@@ -207,7 +207,7 @@ def test_many_episodes_are_coroutines_of_one_process():
         assert set(answers(pool, dict.fromkeys(range(64), call("meet", count=64)))) == set(
             range(64)
         )
-        assert len(pool._processes) == 1
+        assert len(pool._workers) == 1
         numbers = answers(pool, dict.fromkeys(range(64), call("draw")))
         first = dict.fromkeys(range(3), call("draw"))
         assert answers(alone, first) == {e: numbers[e] for e in first}
@@ -222,10 +222,10 @@ def test_many_episodes_are_coroutines_of_one_process():
             assert found[episode][1].startswith(numbers[episode][1][:-1])
         again = answers(pool, dict.fromkeys(range(4), call("draw")))
         assert again == {e: numbers[e] for e in range(4)}
-        assert len(pool._processes) == 1
+        assert len(pool._workers) == 1
         for episode in range(64):
             pool.end(episode)
-        assert not pool._processes
+        assert not pool._workers
 
 
 @pytest.mark.slow
@@ -233,7 +233,7 @@ def test_many_episodes_are_coroutines_of_one_process():
     "request_of_one", [call("stall", how="deaf"), call("misbehave", how="leave")]
 )
 def test_what_ends_a_shared_process_costs_its_episodes_their_state(monkeypatch, request_of_one):
-    monkeypatch.setattr(agents_pool, "_START_ALLOWANCE_S", 1.0)
+    monkeypatch.setattr(worker_pool, "_START_ALLOWANCE_S", 1.0)
     with shared() as pool:
         numbers = answers(pool, dict.fromkeys(range(3), call("draw")))
         (problem, said), *_ = answers(pool, {0: request_of_one}).values()
