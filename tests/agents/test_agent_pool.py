@@ -1,6 +1,7 @@
 """Processes of episodes: their tools, their limits, and what hostile ones cost."""
 
 import asyncio
+import dataclasses
 import json
 import pathlib
 import re
@@ -226,6 +227,48 @@ def test_many_episodes_are_coroutines_of_one_process():
         for episode in range(64):
             pool.end(episode)
         assert not pool._workers
+
+
+@pytest.mark.parametrize(
+    ("episodes_per_process", "content", "close", "end_problem"),
+    [
+        (1, "wait", "", None),
+        (64, "wait", "", None),
+        (64, "spin", "", None),
+        (64, "wait", "raise", "exception"),
+        (64, "wait", "hang", "timeout"),
+    ],
+)
+def test_an_environment_releases_its_resources_after_a_timeout(
+    tmp_path, episodes_per_process, content, close, end_problem
+):
+    environments = {"Lease": EnvironmentConfig(environment=f"{FILE}:Lease")}
+    settings = config(tools=(), environments=environments, default="", timeout_s=0.5)
+    leased = tmp_path / "leased"
+    start = begin("Lease", (), file=str(leased), close=close)
+    step = {"do": "step", "message": {"content": content}}
+    shared_settings = dataclasses.replace(settings, episodes_per_process=episodes_per_process)
+    with AgentPool(shared_settings) as pool:
+        assert asked(pool, 1, start, start) == {"messages": []}
+        assert leased.exists()
+        answer = asked(pool, 1, step, start)
+        assert answer["problem"] == "timeout" and answer.get("end_problem") == end_problem
+    # In a process of its own it is closed after the answer, at the latest with the pool.
+    assert leased.exists() == bool(close)
+
+
+@pytest.mark.parametrize("episodes_per_process", [1, 64])
+def test_the_end_of_a_pool_closes_the_environments(tmp_path, capfd, episodes_per_process):
+    environments = {"Lease": EnvironmentConfig(environment=f"{FILE}:Lease")}
+    settings = config(tools=(), environments=environments, default="")
+    files = [tmp_path / name for name in ("first", "second")]
+    settings = dataclasses.replace(settings, episodes_per_process=episodes_per_process)
+    with AgentPool(settings) as pool:
+        for episode, (file, close) in enumerate(zip(files, ("", "raise"), strict=True)):
+            start = begin("Lease", (), file=str(file), close=close)
+            asked(pool, episode, start, start)
+    assert [file.exists() for file in files] == [False, True]
+    assert "the lease cannot be given back" in capfd.readouterr().err
 
 
 @pytest.mark.slow
