@@ -70,8 +70,8 @@ class EnvManager(contextlib.AbstractContextManager["EnvManager"]):
             )
         if schemas and not self._context.call_format:
             raise AgentError(
-                "config.agent.call_format: the chat template does not tell how calls are written;"
-                " set it to a format, for example 'hermes'"
+                "config.agent.call_format: the chat template has no known tool-call format; set"
+                " one, for example 'hermes'"
             )
 
     def template_options(self, extra_info: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class EnvManager(contextlib.AbstractContextManager["EnvManager"]):
         environment, _ = self._context.environment_and_tools(extra_info)
         if environment and environment not in self._config.environments:
             names = ", ".join((*self._config.environments, "tool_agent", "single_turn_agent"))
-            raise AgentError(f"agent_name {environment!r} is no environment; known: {names}")
+            raise AgentError(f"agent_name {environment!r} is not an environment; known: {names}")
         schemas = self._context.tool_schemas(extra_info)
         return {"tools": schemas} if schemas else {}
 

@@ -97,9 +97,8 @@ class EpisodeContext:
             if (text := message_content.without_images(content)) is not None:
                 return {**message, "content": text}, [], 0
             raise AgentError(
-                "config.agent: a tool or an environment gave an image, but this run reads text"
-                " alone; use a model of text and images, without what is refused for prompts with"
-                " images"
+                "config.agent: a tool or an environment returned an image, but this run is"
+                " text-only; use a vision-language model, or return no images"
             )
         parts, images = [], list[PromptImage]()
         for part in content:

@@ -183,7 +183,7 @@ def refuse_pairs(row: Mapping[str, Any], messages: Sequence[Message], where: str
     contents = (message.get("content") for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)
     if any(part["type"] != "text" for part in parts) or row.get(IMAGES_COLUMN) is not None:
-        raise DataError(f"{where}: pairs with images are not learned from; leave the row out")
+        raise DataError(f"{where}: preference pairs with images are not supported; remove the row")
 
 
 def with_images(
@@ -208,8 +208,8 @@ def with_images(
     for number, source in enumerate(sources, 1):
         if image_processor is None:
             raise DataError(
-                f"{where}: it has images, but this model reads text alone; use a model of text and"
-                " images (model.path of Qwen2.5-VL), or leave the row out"
+                f"{where}: it has images, but this model is text-only; use a vision-language model"
+                " (model.path of Qwen2.5-VL), or remove the row"
             )
         images.append(image_processor.read(source, f"{where}, image {number}", files))
     return {**row, "prompt": messages, "prompt_images": images}

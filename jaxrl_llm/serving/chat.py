@@ -274,7 +274,7 @@ class ChatBody(Body):
         messages, tools = _template_messages(self.messages), self._template_tools
         images = _load_images(served, self.messages)
         if tools and not (served.chat_template and served.call_format):
-            message = "tools: the chat template of this model does not tell how it calls tools"
+            message = "tools: the chat template of this model has no known tool-call format"
             raise ApiError(400, f"{message}; leave them out", param="tools")
         options = {**self._template_variables, **({"tools": tools} if tools else {})}
         try:
@@ -326,7 +326,7 @@ def _load_images(served: ServedModel, messages: Sequence[ChatMessage]) -> list[P
         for image, address in enumerate(message.images):
             location = f"messages.{number}.content, image {image + 1}"
             if served.image_processor is None:
-                rule = "this model reads text alone; leave images out"
+                rule = "this model is text-only; leave images out"
                 raise ApiError(400, f"{location}: {rule}", param="messages")
             try:
                 images.append(served.image_processor.read(address, location, files=False))

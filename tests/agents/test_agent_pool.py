@@ -87,7 +87,10 @@ def test_a_calculation_without_end_is_answered_at_once(pool):
 @pytest.mark.parametrize(
     ("contents", "problem"),
     [
-        (b'{"text": "the and of"}\n', "none of its 1 passages has a word to search for; words of"),
+        (
+            b'{"text": "the and of"}\n',
+            "none of its 1 passages contains a searchable word; words of",
+        ),
         (b'{"text": "caf\xe9"}\n', "is not UTF-8: .*; convert it"),
         (b'{"text": "cat"}\n{"text":' + b"[" * 100_000, "line 2: no JSON object: brackets are"),
         (b'{"text": "cat"}\n["a"]\n', "line 2: no JSON object"),
@@ -383,7 +386,7 @@ def test_mcp():
         assert answer("nothing") == {"text": ""}
         failed = {"problem": "exception", "text": f"RuntimeError: no file x\n{alt}"}
         assert answer("fail", kind="image") == failed
-        silent = "RuntimeError: the tool failed, and its server does not say why"
+        silent = "RuntimeError: the tool failed without an error message from its server"
         assert answer("fail", kind="") == {"problem": "exception", "text": silent}
         for name in ("end", "nothing"):
             said = answer(name)
@@ -399,8 +402,11 @@ def test_mcp():
         ("no_such_server --now", "does not answer: FileNotFoundError: "),
         ("http://127.0.0.1:9/mcp", "does not answer: ConnectError: "),
         ("http://", "does not answer: UnsupportedProtocol: "),
-        ("server 'a", "is no address and no command: No closing quotation; give http://... or a"),
-        (" ", "is no address and no command: it has no word; give http://... or a command"),
+        (
+            "server 'a",
+            "is neither an address nor a command: No closing quotation; give http://... or a",
+        ),
+        (" ", "is neither an address nor a command: it has no word; give http://... or a command"),
     ],
 )
 def test_an_absent_mcp_server_is_named(address, problem):

@@ -164,7 +164,7 @@ def test_columns_of_rows(world):
     assert names(tool_selection=["add"]) == ["add"]
     assert names(agent_name="single_turn_agent") == []
     assert names(agent_name="Counter", tool_selection=[]) == ["increase"]
-    with pytest.raises(AgentError, match="'nobody' is no environment; known: Counter"):
+    with pytest.raises(AgentError, match="'nobody' is not an environment; known: Counter"):
         names(agent_name="nobody")
     hidden = {"add": {"execute_kwargs": {"b": 40}}}
     begin(world, prompt(tools_kwargs=hidden), prompt(agent_name="single_turn_agent"))

@@ -140,7 +140,7 @@ def test_rows_that_are_refused(name, tmp_path):
 
 
 def test_a_model_of_text_refuses_images(tmp_path):
-    with pytest.raises(DataError, match="row 1: it has images, but this model reads text alone"):
+    with pytest.raises(DataError, match="row 1: it has images, but this model is text-only"):
         load([row()], tmp_path, image_processor=None)
 
 

@@ -161,7 +161,7 @@ def test_a_mesh_that_does_not_fill_the_devices_is_refused():
     [
         (lambda: accelerators.device_by_name("h900"), "known: v4, v5e"),
         (lambda: accelerators.topology_devices("v5e-16"), "write it as 'v5e:4x4'"),
-        (lambda: published_shape("Unheard-Of-9B"), "no published model"),
+        (lambda: published_shape("Unheard-Of-9B"), "nor a known published model"),
     ],
 )
 def test_errors_name_the_remedy(call, message):

@@ -130,7 +130,7 @@ def test_a_reply_to_an_image_is_the_engines_and_wrong_images_are_400():
 def test_a_model_of_text_refuses_images():
     async def scenario(client):
         said = await refused(client, asking(picture(8, 8)))
-        assert said == "messages.0.content, image 1: this model reads text alone; leave images out"
+        assert said == "messages.0.content, image 1: this model is text-only; leave images out"
 
     served = ServedModel("m", character_tokenizer(), (1,), vocab_size=104, max_tokens=100)
     talking(served, CountingEngine(), 0.0, scenario)
