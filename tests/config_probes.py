@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import pathlib
 import sys
@@ -23,7 +24,6 @@ import orbax.checkpoint as ocp
 from chat_dialogues import DROPPING
 
 from jaxrl_llm.agents import agent_pool as agents_pool
-from jaxrl_llm.agents import ray_agent_pool as agents_on_ray
 from jaxrl_llm.agents.env_manager import EnvManager
 from jaxrl_llm.agents.episode import Episode
 from jaxrl_llm.algorithms import losses, selection
@@ -53,8 +53,8 @@ from jaxrl_llm.metrics.timers import Clock, Profiler
 from jaxrl_llm.models.architecture import architecture_from_config
 from jaxrl_llm.models.moe.router import RouterOutputs
 from jaxrl_llm.planning import compiled_memory
+from jaxrl_llm.processes import messages, worker_pool
 from jaxrl_llm.rewards import base as rewards_lib
-from jaxrl_llm.rewards import ray_reward_pool as reward_on_ray
 from jaxrl_llm.rewards import reward_pool, truth_checks
 from jaxrl_llm.rewards.reward_pool import RewardError
 from jaxrl_llm.rollout import engines, episodes
@@ -530,33 +530,37 @@ def updates(config: RLConfig):
     return [np.asarray(packed.is_member) for packed, _ in each], trained
 
 
-class _Worker:
+class _RewardProcess:
     """In place of a process that calls reward functions."""
 
     made: ClassVar[list[object]] = []
     answer: ClassVar[dict[str, object]] = {}
-    ready, idle, call, deadline = True, True, -1, 0.0
 
-    def __init__(self, functions, config):
-        self.connection = types.SimpleNamespace(close=lambda: None, poll=lambda: True)
-        self.made.append((functions, config.memory_gib, config.environment))
+    def __init__(self, module, visible):
+        self.made.append(visible)
+        self.connection, self.answers = self, [b"{}"]
 
-    def wait_until_ready(self):
+    def poll(self, timeout_s=0.0):
+        return bool(self.answers)
+
+    def recv_bytes(self, max_bytes):
+        return self.answers.pop()
+
+    def send_bytes(self, data):
+        self.made.append(data)
+        request = messages.from_json_text(data)
+        if isinstance(request, dict):
+            answer = {**self.answer, "number": request["number"]}
+            self.answers.append(messages.to_json_text(answer).encode())
+
+    def close(self):
         pass
-
-    def begin(self, index, call, timeout_s):
-        self.made.append((call, timeout_s))
-        self.idle, self.call = False, index
-
-    def receive(self):
-        self.idle, self.call = True, -1
-        return self.answer
 
     def end(self, patience_s):
         pass
 
 
-def _asked(where, actor, count, cores, *given, max_concurrency=1):
+def _asked(where, make_pool, *args, count, cores, **settings):
     raise _SeenError(where, count, cores)
 
 
@@ -570,11 +574,18 @@ def scores(config: RLConfig):
     answers = {"score": 2.0, "details": {}}, {"error": "no"}
     for wanted, answer in itertools.product((config.rewards, config.evaluation_rewards), answers):
         models = {name: lambda r: np.ones(len(r.lengths)) for name in _models(wanted)}
-        worker = type("_Worker", (_Worker,), {"made": [], "answer": answer})
+        worker = type("_RewardProcess", (_RewardProcess,), {"made": [], "answer": answer})
+
+        def wait(connections, timeout_s, made=worker.made):
+            made.append(timeout_s)
+            return connections
+
         with (
-            mock.patch.object(reward_pool, "_Worker", worker),
-            mock.patch.object(reward_pool, "wait", lambda connections, patience: connections),
-            mock.patch.object(reward_on_ray, "RayWorkers", _asked),
+            mock.patch.object(reward_pool, "ChildProcess", worker),
+            mock.patch.object(reward_pool, "POLL_INTERVAL_S", math.inf),
+            mock.patch.object(worker_pool, "wait", wait),
+            mock.patch.object(worker_pool.time, "monotonic", lambda: 0.0),
+            mock.patch.object(reward_pool, "RayWorkerPool", _asked),
         ):
             try:
                 given = wanted, models, (), bool(config.agent.environments)
@@ -606,7 +617,10 @@ def agents(config: RLConfig):
         def __init__(self, module, visible):
             told.append(visible)
             self.connection = types.SimpleNamespace(
-                send_bytes=told.append, poll=lambda patience: True, recv_bytes=lambda most: b"{}"
+                send_bytes=told.append,
+                poll=lambda patience: True,
+                recv_bytes=lambda most: b"{}",
+                close=lambda: None,
             )
 
         def end(self, patience_s):
@@ -614,12 +628,12 @@ def agents(config: RLConfig):
 
     def fork(pool):
         connection = types.SimpleNamespace(send_bytes=told.append, close=lambda: None)
-        return agents_pool._WorkerProcess(connection, os.open(os.devnull, os.O_RDONLY))
+        return agents_pool._ForkedProcess(connection, os.open(os.devnull, os.O_WRONLY))
 
     settings = config.agent
     if settings.ray_workers:
         try:
-            with mock.patch.object(agents_on_ray, "RayWorkers", _asked):
+            with mock.patch.object(agents_pool, "RayWorkerPool", _asked):
                 EnvManager(settings, tokenizer_lib.character_tokenizer())
         except _SeenError as seen:
             return seen.args
@@ -632,12 +646,12 @@ def agents(config: RLConfig):
         mock.patch.object(agents_pool, "ChildProcess", Child),
         mock.patch.object(agents_pool.AgentPool, "describe", lambda self: described),
         mock.patch.object(agents_pool.AgentPool, "_fork", fork),
-        mock.patch.object(agents_pool.time, "monotonic", lambda: 0.0),
+        mock.patch.object(worker_pool.time, "monotonic", lambda: 0.0),
         EnvManager(settings, tokenizer_lib.character_tokenizer()) as world,
     ):
         for number in range(3):
             world._pool.ask(number, {"do": "start"}, {"do": "call"})
-        deadlines = [process.deadline for process in world._pool._processes]
+        deadlines = [process.deadline for process in world._pool._workers]
         own = Episode(world._context, PROMPTS[0], 0)
         call = '{"name": "add", "parameters": {}}'
         turns = []

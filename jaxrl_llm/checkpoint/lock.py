@@ -25,6 +25,10 @@ class OccupiedError(UserError, RuntimeError):
     """Another process is writing into the folder; the message says which."""
 
 
+class LockError(UserError, RuntimeError):
+    """The lock of a folder cannot be tested; the message says why."""
+
+
 @contextlib.contextmanager
 def exclusive_lock(folder: pathlib.Path) -> Iterator[None]:
     """Holds the lock of `folder`, which is created if missing, for this process.
@@ -41,15 +45,28 @@ def exclusive_lock(folder: pathlib.Path) -> Iterator[None]:
 
 
 def is_held(folder: pathlib.Path) -> bool:
-    """Whether a process holds the lock of `folder`; also true if the file system has no locks."""
+    """Whether a process holds the lock of `folder`.
+
+    Raises LockError if that cannot be tested: the file is unreadable, or the file system has no
+    locks.
+    """
+    path = folder / LOCK_FILE
     try:
-        with (folder / LOCK_FILE).open("r") as file:
+        with path.open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
     except FileNotFoundError:
         return False
-    except OSError:  # locked, or locks are not supported
+    except BlockingIOError:
         return True
+    except OSError as error:
+        remedy = "make it readable for this user"
+        if error.errno in _UNSUPPORTED_ERRNOS:
+            remedy = "use a --workdir on a file system with locks (flock)"
+        raise LockError(
+            f"{path}: {error.strerror}; so it is unknown whether a run writes into {folder};"
+            f" {remedy}"
+        ) from error
 
 
 def _acquire_lock(path: pathlib.Path) -> IO[str]:

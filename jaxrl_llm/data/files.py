@@ -275,7 +275,7 @@ def _first_fault(text: str) -> str:
         elif token["text"]:
             continue
         elif word.endswith(("NaN", "Infinity")):
-            return f"{at}{word} is no number of JSON; write null or a text"
+            return f"{at}{word} is not a JSON number; write null or a string"
         elif word.removeprefix("-").isdigit():
             if len(word) > sys.get_int_max_str_digits():
                 return f"{at}an integer of {len(word)} digits; write it as a text"

@@ -45,7 +45,9 @@ def from_fields(fields: Mapping[str, Any], where: str) -> PreTrainedTokenizerFas
         known = ", ".join(_BACKENDS)
         raise DataError(f"{where}: tokenizer.ggml.model is {kind!r}, known: {known}; {_REMEDY}")
     if not isinstance(tokens, list) or len(set(tokens)) < len(tokens):
-        raise DataError(f"{where}: tokenizer.ggml.tokens is no list of different texts; {_REMEDY}")
+        raise DataError(
+            f"{where}: tokenizer.ggml.tokens is not a list of distinct strings; {_REMEDY}"
+        )
     types = settings.get("token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise DataError(f"{where}: {len(tokens)} tokens have {len(types)} types; {_REMEDY}")

@@ -139,9 +139,9 @@ def _with_vision_encoder(config: JobConfig, models: Models, shape: Architecture)
     assert shape.vision is not None
     path, vision, mesh = config.model.path, shape.vision, models.mesh
     if path:
-        pictures = ImagePreprocessor.from_folder(path, vision.image_token)
+        image_processor = ImagePreprocessor.from_folder(path, vision.image_token)
     else:
-        pictures = ImagePreprocessor.from_sizes(
+        image_processor = ImagePreprocessor.from_sizes(
             vision.patch_size, vision.merge_size, vision.frames, vision.image_token
         )
     network = dataclasses.replace(models.policy, shape=shape)
@@ -154,9 +154,9 @@ def _with_vision_encoder(config: JobConfig, models: Models, shape: Architecture)
         return jax.jit(network.vision_encoder.init, out_shardings=shardings)(key)
 
     gallery = ImageFeatureCache(
-        network.vision_encoder, pictures, mesh, load, config.trains_vision_tower
+        network.vision_encoder, image_processor, mesh, load, config.trains_vision_tower
     )
-    return dataclasses.replace(models, image_processor=pictures, image_feature_cache=gallery)
+    return dataclasses.replace(models, image_processor=image_processor, image_feature_cache=gallery)
 
 
 def shared_mesh(config: JobConfig, devices: Sequence[Any] = ()) -> dict[str, Mesh]:

@@ -146,7 +146,7 @@ def sft(config: JobConfig, models: Models) -> Objective:
             split,
             config.seed,
             config.max_sequence_tokens,
-            pictures=models.image_processor,
+            image_processor=models.image_processor,
         )
         return streams.map_rows(examples, lambda example: (example,))
 

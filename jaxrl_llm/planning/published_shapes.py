@@ -174,7 +174,7 @@ def published_shape(name: str) -> Architecture:
     matches = [published for published in SHAPES if name.lower().startswith(published.lower())]
     if not matches:
         raise ConfigError(
-            f"config.model.path: {name!r} is no folder here and no published model known by name;"
+            f"config.model.path: {name!r} is neither a local folder nor a known published model;"
             f" give a folder with config.json, or one of {', '.join(SHAPES)}"
         )
     return SHAPES[max(matches, key=len)]

@@ -89,7 +89,7 @@ def check_memory(config: JobConfig, present: Sequence[Any]) -> float:
       ConfigError: If the run cannot fit, with the missing bytes and the nearest run that fits.
     """
     if accelerators.local_device(present) is None:
-        logging.warning("nothing is known of %s: no memory plan", present[0].device_kind)
+        logging.warning("unknown device %s: no memory plan", present[0].device_kind)
         return 0.0
     estimate = make_plan(config, local_target(present))
     if not estimate.fits:

@@ -51,7 +51,7 @@ def served_model(
     image_fields: dict[str, Any] = {}
     if models.image_feature_cache is not None:
         image_fields = {
-            "pictures": models.image_processor,
+            "image_processor": models.image_processor,
             "image_inputs": models.image_feature_cache.image_inputs,
         }
     return ServedModel(

@@ -88,12 +88,14 @@ def validate_run(
         logging.warning("%s", warning)
     world, options_of = None, None
     if config.agent.is_used:
-        pictures = (
+        image_processor = (
             None
             if feature_cache.unsupported_settings(config, bool(replay))
             else models.image_processor
         )
-        world = exit_stack.enter_context(EnvManager(config.agent, models.tokenizer, pictures))
+        world = exit_stack.enter_context(
+            EnvManager(config.agent, models.tokenizer, image_processor)
+        )
         options_of = world.template_options
     load = functools.partial(
         datasets.load_dataset,
@@ -101,7 +103,7 @@ def validate_run(
         models.tokenizer,
         seed=config.seed,
         options_of=options_of,
-        pictures=models.image_processor,
+        image_processor=models.image_processor,
     )
     training_set = load("train")
     curriculum.check_curriculum(config.curriculum, training_set.prompts)

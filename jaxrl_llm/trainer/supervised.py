@@ -130,7 +130,7 @@ def _run_checks(config: SupervisedConfig) -> _CheckedJob:
         if config.answers_prompts:
             tokenizer, seed = models.tokenizer, config.seed
             prompts = datasets.load_dataset(
-                config.data, tokenizer, "eval", seed, pictures=models.image_processor
+                config.data, tokenizer, "eval", seed, image_processor=models.image_processor
             )
             as_rl = config.as_rl()
             rewards = as_rl.rewards

@@ -77,7 +77,7 @@ class RecordedRun:
         self.path = pathlib.Path(workdir)
         self.name = self.path.absolute().name
         if not any((self.path / name).exists() for name in ("metrics.jsonl", "config.json")):
-            raise NotARunError(f"{workdir}: no folder of a run, it has no metrics.jsonl")
+            raise NotARunError(f"{workdir}: not a run folder, it has no metrics.jsonl")
         self._lock = threading.Lock()  # several browsers may ask at the same time
         self._reset()
         self.refresh()
@@ -266,7 +266,7 @@ def _parsed_sample(line: bytes) -> dict[str, Any]:
             raise ValueError(f"{name} is no list")
         numbers.append(values)
     if any({*map(type, values)} - {int, float, bool, type(None)} for values in numbers):
-        raise ValueError("a number is none")
+        raise ValueError("a value is not finite")
     if not all(isinstance(piece, str) for piece in _list_field(sample, "pieces")):
         raise ValueError("pieces are no texts")
     if "pieces" in sample and not all(

@@ -183,8 +183,8 @@ def test_a_missing_column_is_named(key):
         ("a.jsonl", b"[" * 100_000, "a.jsonl, row 1: broken JSON in column 65: brackets deeper"),
         ("a.jsonl", b'{"a": [7, -' + b"1" * 5000 + b"]}", "column 11: an integer of 5001 digits"),
         ("a.jsonl", b'{"a": [], "b": 1e999}', "column 16: 1e999 is more than a float holds; write"),
-        ("a.jsonl", b'{"a": {"NaN": "NaN", "b": NaN}}', "column 27: NaN is no number of JSON"),
-        ("a.jsonl", b'{"a": -Infinity}', "column 7: -Infinity is no number of JSON; write null"),
+        ("a.jsonl", b'{"a": {"NaN": "NaN", "b": NaN}}', "column 27: NaN is not a JSON number"),
+        ("a.jsonl", b'{"a": -Infinity}', "column 7: -Infinity is not a JSON number; write null"),
         (
             "a.jsonl",
             rb'{"a": {"b": "\\"}, "b": [{"b": 1}, {"b": "a"}], "\u0061": 2}',

@@ -83,7 +83,7 @@ def test_a_turn_may_end_with_another_token_than_the_text():
         ({"model": "bert"}, "tokenizer.ggml.model is 'bert', known: gpt2, llama"),
         ({"model": None}, "tokenizer.ggml.model is None"),
         ({"pre": "poro"}, "tokenizer.ggml.pre is 'poro', known: gpt-2, smollm"),
-        ({"tokens": ["a", "a"]}, "no list of different texts"),
+        ({"tokens": ["a", "a"]}, "not a list of distinct strings"),
         ({"token_type": [1]}, "269 tokens have 1 types"),
         ({"merges": ["zz q"]}, "tokens and merges do not fit"),
         ({"merges": ["zz"]}, "tokens and merges do not fit"),

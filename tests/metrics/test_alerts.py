@@ -206,8 +206,8 @@ def test_who_is_told_cannot_hold_up_or_end_the_run(tmp_path, monkeypatch, caplog
     for step in range(100):
         observe(watch, monkeypatch, step, on_host={"actor/ppo_kl": 2.0})
     assert time.monotonic() - begin < 20.0
-    assert "messages wait to be told" in caplog.text
-    while "could not be told: URLError" not in caplog.text:
+    assert "messages are queued" in caplog.text
+    while "could not be sent: URLError" not in caplog.text:
         assert time.monotonic() - begin < 100.0
         time.sleep(0.01)
     monkeypatch.setattr(alerts_lib, "CLOSE_TIMEOUT_S", 0.1)

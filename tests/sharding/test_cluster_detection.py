@@ -134,7 +134,7 @@ def test_addresses_from_flags_and_environment():
         (("h:1",), r"--num_processes \(JAX_NUM_PROCESSES\) and --process_id"),
         (("h:1", 2), r"--start=addresses: --process_id \(JAX_PROCESS_ID\) not given"),
         (("", 2, 0), r"--coordinator \(JAX_COORDINATOR_ADDRESS\) not given"),
-        (("h:1", 2, 2), "2 is none of the 2 processes; they are numbered from 0 to 1"),
+        (("h:1", 2, 2), "2 is not one of the 2 processes; they are numbered from 0 to 1"),
         (("h", 2, 1), "'h' has no port"),
     ],
 )
@@ -150,7 +150,7 @@ def test_what_is_missing_is_named(told, missing):
         ("jobset", {"JOBSET_NAME": "a"}, "REPLICATED_JOB_NAME, .*launch/gke_jobset.yaml"),
         ("openmpi", {}, "OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK not set; .*mpirun"),
         ("tpu", {"TPU_WORKER_HOSTNAMES": "a"}, "TPU_WORKER_ID not set"),
-        ("slurm", {**SLURM, "SLURM_PROCID": "six"}, "SLURM_PROCID='six' is no number"),
+        ("slurm", {**SLURM, "SLURM_PROCID": "six"}, "SLURM_PROCID='six' is not a number"),
     ],
 )
 def test_a_launcher_that_is_not_there_is_an_error(how, environ, missing):

@@ -94,8 +94,8 @@ def test_what_is_not_to_be_trained(given):
         ),
         ({"tool_calls": [call("[1]")]}, "a JSON object is needed, got list"),
         ({"tool_calls": [call(3)]}, "a JSON object is needed, got int"),
-        ({"tool_calls": [call('{"a": "\\ud83d"}')]}, "half of a surrogate pair"),
-        ({"tool_calls": [call({"a": ["\ud83d"]})]}, "half of a surrogate pair"),
+        ({"tool_calls": [call('{"a": "\\ud83d"}')]}, "lone surrogate"),
+        ({"tool_calls": [call({"a": ["\ud83d"]})]}, "lone surrogate"),
         ({"tool_calls": [call('{"a": ' + "[" * 900 + "]" * 900 + "}")]}, "nested deeper than 64"),
         ({"tool_calls": [call('{"a": ' + "[" * 99999 + "]" * 99999 + "}")]}, "nested deeper"),
         (

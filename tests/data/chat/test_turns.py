@@ -182,7 +182,9 @@ def test_turns_without_end_and_mark_end_in_sequences_of_their_own():
     tokenizer.chat_template = PLAIN
     found = sequences(tokenizer, TALK)
     assert [answers(tokenizer, e) for e, *_ in found.sequences] == [["2\n<eos>"]] * 2
-    with pytest.raises(DataError, match="row 1: the chat template writes nothing that ends messa"):
+    with pytest.raises(
+        DataError, match="row 1: the chat template writes nothing at the end of messa"
+    ):
         sequences(tokenizer, TALK, rewritten_turns="whole")
 
 

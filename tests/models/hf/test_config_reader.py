@@ -152,7 +152,7 @@ def test_a_folder_of_something_else_is_told(tmp_path):
     with pytest.raises(CheckpointFormatError, match="`hf download Qwen/Qwen3-8B --local-dir Qwen3"):
         config_reader.read_config("Qwen/Qwen3-8B")
     (tmp_path / "config.json").write_text('{"trainer": {"num_steps": 1}}')
-    with pytest.raises(CheckpointFormatError, match=r"the folder of a run, .* give it as"):
+    with pytest.raises(CheckpointFormatError, match=r"a run folder, .* give it as"):
         config_reader.read_config(tmp_path)
 
 

@@ -95,7 +95,9 @@ def test_what_stages_cannot_do_is_refused():
     few = {**VALUES["trainer"], "prompts_per_step": 8, "minibatch_size": 32}
     with pytest.raises(ConfigError, match=r"minibatch_size=32 makes 2 .* use mesh\.stage=2"):
         make(mesh={"stage": 4, "fsdp": 8, "data": 2}, trainer=few)
-    with pytest.raises(ConfigError, match=r"mesh\.stage: 2, but a tower that learns is not split"):
+    with pytest.raises(
+        ConfigError, match=r"mesh\.stage: 2, but a trained vision encoder is not split"
+    ):
         make(mesh={"stage": 2}, trainer={**VALUES["trainer"], "tower_learning_rate": 1e-3})
     with pytest.raises(ConfigError, match="the critic has 1 stages, the policy's has 2"):
         pools = {"a": {"devices": 32, "stage": 2}, "b": {"devices": 32, "stage": 1}}
