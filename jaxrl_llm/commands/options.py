@@ -171,15 +171,25 @@ class PlanOptions(JaxOptions):
 
 
 class ExportOptions(JaxOptions):
-    """Exports the weights of a run as a Hugging Face folder."""
+    """Exports the weights of a run as a Hugging Face folder, or as a GGUF file for llama.cpp."""
 
     module = "export"
 
     workdir: Folder = option("Folder of the run.")
-    out: Folder = option("Folder to write: new, empty or an earlier export.")
-    dtype: Dtype = option("Of the tensors; empty: as the run.", "")
+    out: Folder = option("Folder to write (new, empty or an earlier export), or FILE.gguf.")
+    format: Literal["hf", "gguf"] = option("gguf: for llama.cpp and Ollama (extra [gguf]).", "hf")
+    gguf_type: Literal["f16", "bf16", "q8_0"] = option("Of a GGUF file's matrices.", "f16")
+    dtype: Dtype = option("Of the tensors of a folder; empty: as the run.", "")
     adapters: bool = option("Write only the adapters, as a folder for `peft`.", False)
     best: bool = option("The step with the best checkpoint.best_metric, not the newest.", False)
+
+    def rules(self) -> Problems:
+        if self.format == "gguf" and self.adapters:
+            yield "adapters", "a GGUF file holds the whole model; leave it out to merge them"
+        if self.format == "gguf" and self.dtype:
+            yield "dtype", "is of a folder; give --gguf_type"
+        if self.format != "gguf" and self.out.endswith(".gguf"):
+            yield "out", f"{self.out!r} is a file's name; give --format=gguf, or a folder"
 
 
 class ImportOptions(JaxOptions):

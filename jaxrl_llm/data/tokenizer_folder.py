@@ -8,7 +8,7 @@ takes the file as it is does it. Nothing is downloaded and no code from a folder
 
 import json
 import pathlib
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import tokenizers
@@ -116,7 +116,7 @@ def _difference(tokenizer: Any, reference: tokenizers.Tokenizer) -> str:
         for flag in _FLAGS:
             if getattr(ours[name], flag) != getattr(token, flag):
                 return f"{flag} of the added token {name!r} is {getattr(ours[name], flag)}"
-    for probe in (*PROBES, *_with_tokens(theirs)):
+    for probe in (*PROBES, *probes_with_tokens(theirs)):
         try:
             expected = reference.encode(probe, add_special_tokens=False).ids
         except Exception:  # reported by `_check_probes`
@@ -131,8 +131,8 @@ def _state(part: Any) -> Any:
     return part if part is None else part.__getstate__()
 
 
-def _with_tokens(tokens: Mapping[str, Any]) -> Iterator[str]:
-    """Texts with added tokens, at the edge of words and within them."""
+def probes_with_tokens(tokens: Iterable[str]) -> Iterator[str]:
+    """Probe texts with added tokens, at the edge of words and within them."""
     for name in list(tokens)[:_MAX_PROBED_TOKENS]:
         yield f"a {name} b{name}c"
 

@@ -299,6 +299,20 @@ def _assemble(
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
+def gathering_reader(params: Params, dtype: np.dtype) -> TensorReader:
+    """A function that gathers one tensor of sharded parameters on the host.
+
+    Every process must call it for the same tensors in the same order.
+    """
+    leaves = traverse_util.flatten_dict(params)
+
+    def read(name: TensorName, layer: int, expert: int) -> np.ndarray:
+        stored_dtype = np.dtype(np.float32) if name.keep_float32 else dtype
+        return folder_writer.gather_tensor(leaves[name.path], name, layer, stored_dtype, expert)
+
+    return read
+
+
 def save(
     folder: str | pathlib.Path,
     network: Network,
@@ -324,13 +338,8 @@ def save(
       CheckpointFormatError: If the folder holds something else, or the tokenizer has more
         tokens than the model.
     """
-    leaves = traverse_util.flatten_dict(params)
     dtype = np.dtype(jnp.dtype(dtype or params["embed"].dtype))
-
-    def contents(name: TensorName, layer: int, expert: int) -> np.ndarray:
-        stored_dtype = np.dtype(np.float32) if name.keep_float32 else dtype
-        return folder_writer.gather_tensor(leaves[name.path], name, layer, stored_dtype, expert)
-
+    contents = gathering_reader(params, dtype)
     save_streamed(
         folder,
         network,
