@@ -61,6 +61,7 @@ class HubServer:
 
     def __init__(self, tokens: Mapping[str, str] | None = None, seed: int = 0):
         self.tokens = dict(tokens or {"hf_alice": "alice", "hf_bob": "bob"})  # token -> user
+        self.orgs: dict[str, list[str]] = {}  # user -> organizations that it may write to
         self.repos: dict[tuple[str, str], Repo] = {}  # by ("model" or "dataset", "org/name")
         self.objects: dict[str, Content] = {}  # LFS contents by sha256
         self.traffic: dict[str, Traffic] = collections.defaultdict(Traffic)  # by user; "": none
@@ -268,7 +269,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if unquoted == "/api/whoami-v2":
             if not self.user:
                 raise _Failure(401, "", "Invalid username or password.")
-            return self._json({"name": self.user, "type": "user", "orgs": []})
+            orgs = [{"name": org} for org in self.hub.orgs.get(self.user, ())]
+            return self._json({"name": self.user, "type": "user", "orgs": orgs})
         if unquoted == "/api/validate-yaml":
             return self._json({"errors": [], "warnings": []})
         if unquoted == "/api/repos/create":
@@ -458,14 +460,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     # Writing.
 
-    def _writer(self):
+    def _writer(self, name: str = ""):
         if not self.user:
             raise _Failure(401, "", "Invalid username or password.")
+        owner = name.partition("/")[0]
+        if owner not in ("", self.user, *self.hub.orgs.get(self.user, ())):
+            raise _Failure(403, "", f"You don't have the rights to write to {owner}")
 
     def _create(self):
-        self._writer()
         request = json.loads(self.body)
         owner = request.get("organization") or self.user
+        self._writer(f"{owner}/")
         name, kind = f"{owner}/{request['name']}", request.get("type") or "model"
         url = f"{self.hub.endpoint}/{'datasets/' if kind == 'dataset' else ''}{name}"
         with self.hub.lock:
@@ -481,7 +486,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._json({"url": url, "name": name, "id": name})
 
     def _preupload(self, kind: str, name: str, revision: str, _: str):
-        self._writer()
+        self._writer(name)
         _, _, tree = self._tree_of(kind, name, revision)
         answers = []
         for file in json.loads(self.body)["files"]:
@@ -494,7 +499,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._json({"files": answers})
 
     def _lfs_batch(self, kind: str, name: str):
-        self._writer()
+        self._writer(name)
         self._repo(kind, name)
         objects = []
         for each in json.loads(self.body)["objects"]:
@@ -506,7 +511,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._json({"transfer": "basic", "objects": objects})
 
     def _commit(self, kind: str, name: str, revision: str, _: str):
-        self._writer()
+        self._writer(name)
         repo, parent, tree = self._tree_of(kind, name, revision)
         tree, message = dict(tree), ""
         for line in self.body.splitlines():

@@ -171,12 +171,18 @@ class PlanOptions(JaxOptions):
 
 
 class ExportOptions(JaxOptions):
-    """Exports the weights of a run as a Hugging Face folder, or as a GGUF file for llama.cpp."""
+    """Exports the weights of a run as a Hugging Face folder, or as a GGUF file for llama.cpp.
+
+    With --to, uploads them with a model card made from the run. A repository is private at first.
+    """
 
     module = "export"
 
     workdir: Folder = option("Folder of the run.")
-    out: Folder = option("Folder to write (new, empty or an earlier export), or FILE.gguf.")
+    out: Folder = option("Folder to write (new, empty or an earlier export), or FILE.gguf.", "")
+    to: Folder = option("Upload: org/name on the hub, or an address of a bucket.", "")
+    public: bool = option("With --to: a repository that everyone may read.", False)
+    dry_run: bool = option("With --to: print card and files instead of uploading them.", False)
     format: Literal["hf", "gguf"] = option("gguf: for llama.cpp and Ollama (extra [gguf]).", "hf")
     gguf_type: Literal["f16", "bf16", "q8_0"] = option("Of a GGUF file's matrices.", "f16")
     dtype: Dtype = option("Of the tensors of a folder; empty: as the run.", "")
@@ -184,11 +190,18 @@ class ExportOptions(JaxOptions):
     best: bool = option("The step with the best checkpoint.best_metric, not the newest.", False)
 
     def rules(self) -> Problems:
+        if not self.out and not self.to:
+            yield "out", "give a folder to write, or --to=org/name to upload"
+        for name in ("public", "dry_run"):
+            if getattr(self, name) and not self.to:
+                yield name, "is of an upload; give --to too, or leave it out"
         if self.format == "gguf" and self.adapters:
             yield "adapters", "a GGUF file holds the whole model; leave it out to merge them"
         if self.format == "gguf" and self.dtype:
             yield "dtype", "is of a folder; give --gguf_type"
-        if self.format != "gguf" and self.out.endswith(".gguf"):
+        if self.to and self.out.endswith(".gguf"):
+            yield "out", f"{self.out!r} is a file, and --to uploads a folder; name a folder"
+        elif self.format != "gguf" and self.out.endswith(".gguf"):
             yield "out", f"{self.out!r} is a file's name; give --format=gguf, or a folder"
 
 

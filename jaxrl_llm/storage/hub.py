@@ -61,7 +61,7 @@ def resolve_commit(address: HubAddress) -> HubAddress:
         return address
     with _explain_errors(address):
         try:
-            info = _retried(
+            info = retried(
                 lambda: _api().repo_info(
                     address.repo, revision=address.revision, repo_type=address.repo_type
                 ),
@@ -92,7 +92,7 @@ def list_files(address: HubAddress) -> tuple[HubFile, ...]:
     with _explain_errors(address):
         try:
             # Listed from the root: the path may be a file, of which the hub lists nothing.
-            entries = _retried(lambda: list(_tree(address)), address)
+            entries = retried(lambda: list(_tree(address)), address)
             files = [HubFile(entry.path, entry.size) for entry in entries]
         except Exception as error:
             folder = _cached_folder(resolve_commit(address)) if _is_unreachable(error) else None
@@ -152,7 +152,7 @@ def download(address: HubAddress, paths: Iterable[str]) -> pathlib.Path:
     if cached is not None and all((cached / name).is_file() for name in names):
         return cached
     with _explain_errors(address):
-        folder = _retried(
+        folder = retried(
             lambda: huggingface_hub.snapshot_download(
                 address.repo,
                 repo_type=address.repo_type,
@@ -201,7 +201,7 @@ def read_range(address: HubAddress, path: str, begin: int, end: int) -> bytes:
         return data
 
     with _explain_errors(address._replace(path=path)):
-        return _retried(read, address)
+        return retried(read, address)
 
 
 def _api() -> huggingface_hub.HfApi:
@@ -246,15 +246,15 @@ def _remember_commit(address: HubAddress, commit: str) -> None:
         os.replace(partial, path)
 
 
-def _retried(request: Callable[[], T], address: HubAddress) -> T:
+def retried(request: Callable[[], T], address: HubAddress) -> T:
     """The result of a request that is repeated while the hub is busy or breaks off."""
     attempt = 0
     while True:
         try:
             return request()
         except Exception as error:
-            delays = RETRY_DELAYS_S if _status(error) in _BUSY else CONNECTION_DELAYS_S
-            is_temporary = _status(error) in _BUSY or _is_connection_error(error)
+            delays = RETRY_DELAYS_S if http_status(error) in _BUSY else CONNECTION_DELAYS_S
+            is_temporary = http_status(error) in _BUSY or _is_connection_error(error)
             if not is_temporary or attempt >= len(delays):
                 raise
             # A part of the delay is random, so that the hosts of a run do not come back together.
@@ -264,13 +264,13 @@ def _retried(request: Callable[[], T], address: HubAddress) -> T:
             attempt += 1
             logger.warning(
                 "%s: the hub answers %s; tries again in %.0f s (attempt %d of %d)",
-                address.name, _status(error) or type(error).__name__, delay,
+                address.name, http_status(error) or type(error).__name__, delay,
                 attempt + 1, len(delays) + 1,
             )  # fmt: skip
             time.sleep(delay)
 
 
-def _status(error: BaseException) -> int:
+def http_status(error: BaseException) -> int:
     """The HTTP status of an error or of its cause; 0 if there was no answer."""
     for cause in _chain(error):
         status = getattr(getattr(cause, "response", None), "status_code", None)
@@ -295,7 +295,7 @@ def _retry_after_s(error: BaseException) -> float:
 
 def _is_connection_error(error: BaseException) -> bool:
     return any(
-        type(cause).__module__.partition(".")[0] in _HTTP_LIBRARIES and not _status(cause)
+        type(cause).__module__.partition(".")[0] in _HTTP_LIBRARIES and not http_status(cause)
         for cause in _chain(error)
     ) and not any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in _chain(error))
 
@@ -314,14 +314,14 @@ def _explain_errors(address: HubAddress) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise HubError(f"{address.name}: {_explanation(address, error)}") from error
+        raise HubError(f"{address.name}: {explanation(address, error)}") from error
 
 
-def _explanation(address: HubAddress, error: Exception) -> str:
+def explanation(address: HubAddress, error: Exception) -> str:
     """The fault and its remedy in words."""
     kind = "datasets/" if address.repo_type == "dataset" else ""
     page = f"{constants.ENDPOINT}/{kind}{address.repo}"
-    status = _status(error)
+    status = http_status(error)
     has_token = bool(huggingface_hub.get_token())
     log_in = "set HF_TOKEN, or run `hf auth login`"
     causes = list(_chain(error))
