@@ -1,7 +1,10 @@
 """`export --to`: a run becomes a repository, which is loaded by its name from there."""
 
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import hub_server
 import huggingface_hub
@@ -144,17 +147,25 @@ def test_flags_that_do_not_fit(capsys, flags, message):
     assert message in refused(capsys, "export", "--workdir=none", *flags)
 
 
-@pytest.mark.parity
-def test_transformers_and_peft_load_by_name(run, adapters, source, hub, capsys):
-    import peft
-    import transformers
+LOADING = """
+import peft, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained("alice/sums")
+tokenizer = transformers.AutoTokenizer.from_pretrained("alice/sums")
+prompt = tokenizer("1+2=", return_tensors="pt")
+assert model.generate(**prompt, max_new_tokens=3).shape[1] > prompt["input_ids"].shape[1]
+adapted = peft.AutoPeftModelForCausalLM.from_pretrained("alice/adapters")
+assert adapted.peft_config["default"].base_model_name_or_path == "org/base"
+print("loaded")
+"""
 
+
+@pytest.mark.parity
+def test_transformers_and_peft_load_by_name(run, adapters, source, hub, capsys, tmp_path):
     export(capsys, run, "--to=alice/sums")
-    model = transformers.AutoModelForCausalLM.from_pretrained("alice/sums")
-    tokenizer = transformers.AutoTokenizer.from_pretrained("alice/sums")
-    prompt = tokenizer("1+2=", return_tensors="pt")
-    assert model.generate(**prompt, max_new_tokens=3).shape[1] > prompt["input_ids"].shape[1]
     hub.add("org/base", source)
     export(capsys, adapters, "--to=alice/adapters", "--adapters")
-    adapted = peft.AutoPeftModelForCausalLM.from_pretrained("alice/adapters")
-    assert adapted.peft_config["default"].base_model_name_or_path == "org/base"
+    # In a process of its own: the libraries read the address of the hub when they are imported.
+    environment = os.environ | hub_server.hub_environment(hub, tmp_path / "hf2", "hf_alice")
+    command = [sys.executable, "-c", LOADING]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.stdout.endswith("loaded\n"), ended.stderr
