@@ -69,7 +69,7 @@ def _check_repo(address: HubAddress, public: bool) -> None:
     where = f"--to={address.name}"
     if address.repo_type != "model":
         raise UploadError(f"{where}: is a dataset; give the name of a model, org/name")
-    if constants.HF_HUB_OFFLINE:
+    if hub.is_offline():
         raise UploadError(f"{where}: HF_HUB_OFFLINE is set; unset it")
     if not huggingface_hub.get_token():
         raise UploadError(f"{where}: no token of the hub; {_LOG_IN}")

@@ -16,8 +16,8 @@ from typing import Any, Literal
 from huggingface_hub import ModelCard, ModelCardData
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.storage import hub
-from jaxrl_llm.storage.address import HubAddress, Location, parse_address
+from jaxrl_llm.storage import bucket, hub
+from jaxrl_llm.storage.address import BucketAddress, HubAddress, Location, parse_address
 from jaxrl_llm.storage.upload import CARD_FILE, TAG
 from jaxrl_llm.viewer.runs import RecordedRun
 
@@ -127,6 +127,9 @@ def base_model_fields(path: str) -> dict[str, str]:
 def _base_card(address: Location) -> str:
     if isinstance(address, HubAddress):
         return (hub.download(address, [CARD_FILE]) / CARD_FILE).read_text("utf-8")
+    if isinstance(address, BucketAddress):
+        num_bytes = bucket.list_files(address).get(CARD_FILE, 0)
+        return bucket.read_range(address, CARD_FILE, 0, num_bytes).decode("utf-8")
     return (pathlib.Path(address.path) / CARD_FILE).read_text("utf-8")
 
 
