@@ -14,7 +14,7 @@ from jaxrl_llm.models.hf import checkpoint, config_reader, peft_adapter
 from jaxrl_llm.saved_policy import SavedRun
 from jaxrl_llm.sharding import multihost
 from jaxrl_llm.storage import upload
-from jaxrl_llm.storage.address import HubAddress, LocalAddress, Location, parse_address
+from jaxrl_llm.storage.address import HubAddress, LocalAddress, Location, is_remote, parse_address
 from jaxrl_llm.viewer import model_card
 
 
@@ -91,7 +91,8 @@ def _write_adapters(options: ExportOptions, run: SavedRun, out: str) -> tuple[pa
         message = f"the run in {options.workdir} has no adapters (lora.rank=0); leave it out"
         errors.raise_flag_problems([("adapters", message)])
     base_model = run.config.model.path
-    if options.to:  # others have no use for a path of this machine
+    if options.to and base_model and not is_remote(base_model, "model"):
+        # Others have no use for a path of this machine.
         base_model = model_card.base_model_fields(base_model).get("base_model", "")
     params, step = run.read_params()
     peft_adapter.save(out, run.network, params, base_model)
