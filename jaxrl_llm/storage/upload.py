@@ -73,7 +73,7 @@ def _check_repo(address: HubAddress, public: bool) -> None:
         raise UploadError(f"{where}: HF_HUB_OFFLINE is set; unset it")
     if not huggingface_hub.get_token():
         raise UploadError(f"{where}: no token of the hub; {_LOG_IN}")
-    account = _requested(address, lambda: _api().whoami())
+    account = _hub_result(address, lambda: _api().whoami())
     role = account.get("auth", {}).get("accessToken", {}).get("role")
     if role == "read":
         raise UploadError(f"{where}: the token may only read; {_LOG_IN}")
@@ -124,12 +124,12 @@ def is_own_card(text: str) -> bool:
 
 def _upload_to_hub(folder: pathlib.Path, address: HubAddress, public: bool, message: str) -> str:
     api = _api()
-    _requested(address, lambda: api.create_repo(address.repo, private=not public, exist_ok=True))
+    _hub_result(address, lambda: api.create_repo(address.repo, private=not public, exist_ok=True))
     if address.revision != "main":
         branch = address.revision
-        _requested(address, lambda: api.create_branch(address.repo, branch=branch, exist_ok=True))
+        _hub_result(address, lambda: api.create_branch(address.repo, branch=branch, exist_ok=True))
     has_weights = any(folder.glob(_WEIGHTS[0]))
-    _requested(
+    _hub_result(
         address,
         lambda: api.upload_folder(
             repo_id=address.repo,
@@ -152,13 +152,15 @@ def _upload_to_bucket(folder: pathlib.Path, address: BucketAddress) -> str:
     }
     names = sorted(local_files, key=lambda name: (name in _READ_FIRST, name))
     for name in names:
-        _stored(address, lambda name=name: files.put_file(str(local_files[name]), f"{root}/{name}"))
+        _bucket_result(
+            address, lambda name=name: files.put_file(str(local_files[name]), f"{root}/{name}")
+        )
     if any(folder.glob(_WEIGHTS[0])):
         for path in before:
             name = path.removeprefix(root).lstrip("/")
             is_weights = any(pathlib.PurePath(name).match(pattern) for pattern in _WEIGHTS)
             if is_weights and name not in local_files:
-                _stored(address, lambda path=path: files.rm_file(path))
+                _bucket_result(address, lambda path=path: files.rm_file(path))
     return address.text
 
 
@@ -174,10 +176,10 @@ def _bucket(address: BucketAddress) -> tuple[Any, str]:
 
 def _bucket_files(address: BucketAddress, files: Any, root: str) -> set[str]:
     files.invalidate_cache()
-    return set(_stored(address, lambda: files.find(root)))
+    return set(_bucket_result(address, lambda: files.find(root)))
 
 
-def _stored(address: BucketAddress, request: Callable[[], Any]) -> Any:
+def _bucket_result(address: BucketAddress, request: Callable[[], Any]) -> Any:
     try:
         return request()
     except Exception as error:
@@ -191,7 +193,7 @@ def _api() -> huggingface_hub.HfApi:
     return huggingface_hub.HfApi(library_name="jaxrl_llm")
 
 
-def _requested(address: HubAddress, request: Callable[[], Any]) -> Any:
+def _hub_result(address: HubAddress, request: Callable[[], Any]) -> Any:
     """The result of a request, repeated while the hub is busy; raises UploadError."""
     try:
         return hub.retried(request, address)

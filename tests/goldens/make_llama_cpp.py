@@ -9,6 +9,7 @@ the tokenizer by length and CRC-32), and type, shape and CRC-32 of each tensor. 
 splits of words by a hash of a known vocabulary's ids; the name is given to it here.
 """
 
+import importlib
 import json
 import pathlib
 import sys
@@ -43,8 +44,7 @@ def described(path):
 
 def main(llama_cpp):
     sys.path.insert(0, llama_cpp)
-    import conversion
-
+    conversion = importlib.import_module("conversion")
     with tempfile.TemporaryDirectory() as temporary:
         result = {}
         for name in gguf_models.CONFIGS:

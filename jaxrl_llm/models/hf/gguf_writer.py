@@ -197,7 +197,7 @@ def _context_length(shape: Architecture) -> int:
 
 
 def _problems(network: Network) -> Iterator[str]:
-    """What llama.cpp would compute otherwise, or cannot hold."""
+    """Yields each reason why llama.cpp cannot hold the model, or would compute otherwise."""
     shape = network.shape
     if network.head != "lm":
         yield "it is a reward model, without a head that samples tokens"
