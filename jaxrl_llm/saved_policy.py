@@ -115,7 +115,7 @@ def policy_from_run(workdir: str | os.PathLike[str], best: bool = False) -> Save
     config = load_config(workdir).as_rl()
     run = load_run(workdir, best)
     return SavedPolicy(
-        name=files.absolute(files.run_path(workdir)).name,
+        name=files.folder_name(workdir),
         config=config,
         models=run.models,
         sampler=policy_sampler.make_sampler(config, run.models, run.base),

@@ -52,6 +52,8 @@ def _s3_settings() -> dict[str, Any]:
     endpoint = variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL")
     region = variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION")
     settings: dict[str, Any] = {"s3_request_retries": _RETRIES}
+    if "AWS_ACCESS_KEY_ID" in variables:  # else it logs an error for each file it looks for
+        settings["aws_credentials"] = {"type": "environment"}
     if endpoint:
         settings |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
     elif region:

@@ -103,6 +103,12 @@ def absolute(path: pathlib.Path) -> pathlib.Path:
     return path if is_remote(path) else path.absolute()
 
 
+def folder_name(workdir: PathLike) -> str:
+    """The name of a run's folder."""
+    path = run_path(workdir)
+    return path.name if is_remote(path) else path.resolve().name
+
+
 @functools.cache
 def _connect(scheme: str) -> None:
     """Checks the package of a kind of bucket and sets its defaults, before its first use."""
