@@ -293,14 +293,16 @@ def save_tree(path: PathLike, tree: Tree, extra: Mapping[str, Any]) -> None:
     if tree_exists(folder):
         raise CheckpointError(f"{folder}: exists; remove it or choose another path")
     save_args = _save_args(tree, dict(extra), {})
-    handler = ocp.CompositeCheckpointHandler()
+    path_class = seal.path_class(folder)
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(temporary_path_class=path_class)
+    )
     try:
         if not files.is_remote(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
         elif multihost.is_first():
             files.remove_tree(folder)  # left by a killed process
         multihost.broadcast_from_host0("made")  # a barrier for the others
-        path_class = seal.path_class(folder)
         with ocp.Checkpointer(handler, temporary_path_class=path_class) as checkpointer:
             checkpointer.save(folder, args=save_args)
     except Exception as error:

@@ -26,7 +26,8 @@ from jaxrl_llm.errors import ConfigError, UserError
 PathLike = str | os.PathLike[str]
 Result = TypeVar("Result")
 
-MAX_TRIES = 8  # of a request, each with the tries of its client library
+MAX_TRIES = 8  # of a request; a client library tries several times in each of them
+MAX_RETRY_S = 120.0  # no try begins later
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.25, 10.0
 
 
@@ -151,10 +152,12 @@ def request(path: PathLike, action: str, send: Callable[[], Result]) -> Result:
             raise
         except Exception as error:
             # Permissions come back seldom, but credentials that expire are renewed.
-            if number == MAX_TRIES or (isinstance(error, PermissionError) and number > 2):
+            max_tries = 3 if isinstance(error, PermissionError) else MAX_TRIES
+            elapsed_s = time.monotonic() - begin
+            if number >= max_tries or elapsed_s > MAX_RETRY_S:
                 raise StorageError(
                     f"{os.fspath(path)}: could not be {action}, {number} tries in"
-                    f" {time.monotonic() - begin:.0f} s ({type(error).__name__}: {error}); check"
+                    f" {elapsed_s:.0f} s ({type(error).__name__}: {error}); check"
                     " the network, the credentials and the permissions of the bucket, then start"
                     " again with the same --workdir"
                 ) from error
@@ -268,10 +271,10 @@ def _entries(folder: pathlib.Path) -> dict[str, Mapping[str, Any]]:
 def files_below(folder: pathlib.Path) -> dict[str, ObjectInfo]:
     """All files below a folder, by their path relative to it."""
     if not is_remote(folder):
-        paths = [path for path in folder.rglob("*") if path.is_file()]
+        root = pathlib.Path(folder)  # an `epath.Path` has no `rglob`
+        paths = [path for path in root.rglob("*") if path.is_file()]
         return {
-            path.relative_to(folder).as_posix(): ObjectInfo(path.stat().st_size, "")
-            for path in paths
+            path.relative_to(root).as_posix(): ObjectInfo(path.stat().st_size, "") for path in paths
         }
     address = os.fspath(folder)
     entries = request(folder, "listed", lambda: file_system(folder).find(address, detail=True))

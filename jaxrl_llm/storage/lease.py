@@ -190,10 +190,10 @@ class Lease:
         """Lets the next process take the lease at once."""
         self._released.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout=_POLL_S)
         if not self._is_lost:
-            with contextlib.suppress(OSError):  # else it is taken over later
-                self._replace(self._generation, released=True)
+            with contextlib.suppress(Exception):  # one try: else it is taken over later
+                self._object.replace(self._record(released=True), self._generation)
 
     def _renew_regularly(self) -> None:
         while not self._released.wait(self._renew_s) and not self._is_lost:
@@ -209,9 +209,8 @@ class Lease:
     def _read(self) -> Versioned:
         return files.request(self._path, "read", self._object.read)
 
-    def _replace(self, generation: str, released: bool = False) -> bool:
-        """Writes a record of this process over one of `generation`; whether it did."""
-        begin = time.monotonic()
+    def _record(self, released: bool = False) -> bytes:
+        """The next content of the lease."""
         self._number += 1
         record = {
             "token": self._token,
@@ -222,7 +221,11 @@ class Lease:
             "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             "released": released,
         }
-        content = json.dumps(record).encode()
+        return json.dumps(record).encode()
+
+    def _replace(self, generation: str) -> bool:
+        """Writes a record of this process over one of `generation`; whether it did."""
+        begin, content = time.monotonic(), self._record()
 
         def send() -> str:
             if new_generation := self._object.replace(content, generation):

@@ -86,7 +86,9 @@ class Starter:
             cwd=runs.ROOT,
             env={
                 **os.environ,
-                "PYTHONPATH": str(runs.ROOT),
+                "PYTHONPATH": os.pathsep.join(
+                    filter(None, [str(runs.ROOT), os.environ.get("PYTHONPATH")])
+                ),
                 "JAX_PLATFORMS": "cpu",
                 "XLA_FLAGS": quick_compiler.flags(1),
                 "JAX_COMPILATION_CACHE_DIR": str(cache),
