@@ -20,7 +20,7 @@ EXTRA = {"data": {"position": 12}}
 def state(step: int) -> dict[str, jax.Array]:
     return {
         "w": jnp.arange(600.0).reshape(20, 30) * step,
-        "scale": jnp.full((3,), step, "bfloat16"),
+        "b": jnp.full((3,), step, "bfloat16"),
     }
 
 
@@ -41,15 +41,23 @@ def check_equal(found, step: int) -> None:
 
 @pytest.fixture
 def saved(s3_folder):
-    """A folder with the steps 2 and 3 of three."""
+    """A folder with the steps 2 and 3."""
     writing = open_saver(s3_folder)
-    for step in (1, 2, 3):
+    for step in (2, 3):
         writing.save(step, state(step), EXTRA)
     writing.close()
     return s3_folder
 
 
-def test_the_newest_steps_are_kept_and_read_back(saved):
+@pytest.mark.slow
+def test_the_newest_steps_are_kept(saved):
+    writing = open_saver(saved)
+    writing.save(4, state(4), EXTRA)
+    writing.close()
+    assert files.names(saved / "checkpoints") == ["3", "4"]
+
+
+def test_a_step_is_read_back(saved):
     assert files.names(saved / "checkpoints") == ["2", "3"] and newest_step(saved) == 3
     assert [seal.damage(saved / "checkpoints" / step) for step in ("2", "3")] == ["", ""]
     reading = Saver(saved / "checkpoints", CheckpointConfig(), read_only=True)
@@ -58,6 +66,7 @@ def test_the_newest_steps_are_kept_and_read_back(saved):
     check_equal(found, 3)
 
 
+@pytest.mark.slow
 def test_a_step_without_its_seal_is_incomplete_and_written_again(saved):
     files.remove(saved / "checkpoints" / "3" / SEAL_FILE)  # Orbax's own mark of success stays
     assert newest_step(saved) == 2
@@ -74,6 +83,7 @@ def test_a_step_without_its_seal_is_incomplete_and_written_again(saved):
     assert seal.damage(saved / "checkpoints" / "3") == ""  # nothing of the first attempt is left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["changed", "missing", "half a seal"])
 def test_a_damaged_step_is_reported_and_the_one_before_is_read(saved, damage, caplog):
     folder = saved / "checkpoints" / "3"
@@ -96,6 +106,7 @@ def test_a_damaged_step_is_reported_and_the_one_before_is_read(saved, damage, ca
     writing.close()
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_copied_from_a_bucket_can_be_checked(saved, tmp_path):
     local = tmp_path / "checkpoints" / "3"
     for name in files.files_below(saved / "checkpoints" / "3"):
@@ -107,6 +118,7 @@ def test_a_folder_that_was_copied_from_a_bucket_can_be_checked(saved, tmp_path):
     assert seal.damage(local).startswith("meta/metadata differs from its checksum")
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_copied_to_a_bucket_can_be_checked(s3_folder, tmp_path):
     writing = open_saver(tmp_path)
     writing.save(1, state(1), EXTRA)
@@ -119,6 +131,7 @@ def test_a_folder_that_was_copied_to_a_bucket_can_be_checked(s3_folder, tmp_path
     assert seal.damage(remote).startswith("meta/metadata differs from its checksum")
 
 
+@pytest.mark.slow
 def test_the_result_of_a_stage_is_complete_or_absent(s3_folder, monkeypatch):
     product = s3_folder / "warm_start" / "product"
 
@@ -138,6 +151,7 @@ def test_the_result_of_a_stage_is_complete_or_absent(s3_folder, monkeypatch):
         save_tree(product, state(2), EXTRA)
 
 
+@pytest.mark.slow
 def test_nothing_is_saved_by_a_process_that_lost_the_run(s3_folder):
     taken = []
 

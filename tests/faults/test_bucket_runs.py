@@ -5,24 +5,21 @@ The servers are moto's (S3) and gcp-storage-emulator's (GCS), each in a process 
 
 import contextlib
 import itertools
+import json
 import os
 import pathlib
 import signal
+import time
 
 import fsspec
 import pytest
-import runs
 import starter
 from bucket_servers import BUCKET, FaultyProxy, client_environment, running_server
 from test_kill_points import SETTINGS, Starter, check_same, end_at
 
 KILL_POINTS = tuple(name for name in starter.OF_BUCKETS if name != "save_begun")
+FEW = ("object_half", "item_complete", "seal_half")
 LEARNED = "critic/score/mean"
-
-
-@pytest.fixture(params=["s3", "gs"])
-def kind(request) -> str:
-    return request.param
 
 
 @pytest.fixture
@@ -73,9 +70,17 @@ def test_every_point_names_a_function():
     assert len(KILL_POINTS) >= 10
 
 
-@pytest.mark.slow
-def test_killed_at_every_point(kind, endpoint, download, tmp_path, cache, monkeypatch):
-    points = KILL_POINTS if kind == "s3" else ("item_complete", "log_flush_before", "seal_half")
+@pytest.mark.parametrize(
+    ("kind", "points"),
+    [
+        pytest.param("s3", FEW, marks=pytest.mark.slow),
+        pytest.param("gs", FEW, marks=pytest.mark.slow),
+        pytest.param("s3", KILL_POINTS, marks=pytest.mark.nightly),
+        pytest.param("gs", KILL_POINTS, marks=pytest.mark.nightly),
+    ],
+    ids=["few-s3", "few-gs", "all-s3", "all-gs"],
+)
+def test_killed_at_points(kind, points, endpoint, download, tmp_path, cache, monkeypatch):
     signals = itertools.cycle(("SIGKILL", "SIGKILL", "SIGTERM"))
     moments = [("save_begun", "SIGTERM"), *zip(points, signals, strict=False)]
     last = len(moments) // 2 * 2 + 4
@@ -93,6 +98,7 @@ def test_killed_at_every_point(kind, endpoint, download, tmp_path, cache, monkey
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
 
 
+@pytest.mark.parametrize("kind", ["s3", pytest.param("gs", marks=pytest.mark.nightly)])
 @pytest.mark.slow
 def test_a_store_that_fails_a_fifth_of_all_requests(
     endpoint, download, kind, tmp_path, cache, monkeypatch
@@ -107,6 +113,33 @@ def test_a_store_that_fails_a_fifth_of_all_requests(
         end_at(start, "save_begun", "SIGTERM")
         assert start.run() == 0, start.log.read_text()[-3000:]
     assert proxy.num_failures > 20, (proxy.num_failures, proxy.num_requests)
+    download(address, tmp_path / "run")
+    check_same(tmp_path / "run", expected, 6, LEARNED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["s3"])
+def test_a_store_that_is_lost_ends_the_run_and_its_return_resumes_it(
+    endpoint, download, kind, tmp_path, cache, monkeypatch
+):
+    settings = {**SETTINGS, "trainer.num_steps": 6}
+    expected = reference(tmp_path, cache, settings)
+    proxy = FaultyProxy(endpoint, share=0.0)
+    with started_in_bucket(kind, proxy.endpoint, tmp_path, cache, settings, monkeypatch) as (
+        start,
+        address,
+    ):
+        end_at(start, "save_begun", "SIGTERM")
+        send_order(start)
+        steps = len(start.log.read_text().split("step "))
+        wait_for(lambda: len(start.log.read_text().split("step ")) > steps)
+        proxy.share = 1.0
+        assert int(start._process.stdout.readline()) == 1
+        said = start.log.read_text()
+        assert "could not be" in said and "credentials" in said, said[-3000:]
+        assert "Traceback" not in said
+        proxy.share = 0.0
+        assert start.run() == 0, start.log.read_text()[-3000:]
     download(address, tmp_path / "run")
     check_same(tmp_path / "run", expected, 6, LEARNED)
 
@@ -131,8 +164,6 @@ def test_a_second_writer_is_refused(endpoint, kind, tmp_path, cache, monkeypatch
 
 def send_order(start: Starter) -> None:
     """Starts the run of a `Starter` without waiting for its end."""
-    import json
-
     order = {"arguments": start._arguments, "point": "", "signal": "", "log": str(start.log)}
     start._process.stdin.write(json.dumps(order) + "\n")
     start._process.stdin.flush()
@@ -145,8 +176,6 @@ def child_of(start: Starter) -> int:
 
 
 def wait_for(condition) -> None:
-    import time
-
     deadline = time.monotonic() + 240
     while True:
         with contextlib.suppress(OSError):
@@ -154,6 +183,3 @@ def wait_for(condition) -> None:
                 return
         assert time.monotonic() < deadline
         time.sleep(0.2)
-
-
-assert runs  # its path is on that of the tests
