@@ -2,6 +2,8 @@
 
 import json
 import pathlib
+import subprocess
+import sys
 import threading
 import time
 from concurrent import futures
@@ -217,3 +219,29 @@ def test_objects_of_gcs_are_replaced_conditionally(monkeypatch):
         for name, value in client_environment("gs", endpoint).items():
             monkeypatch.setenv(name, value)
         conditional_replacements(files.run_path(f"gs://{BUCKET}/a/lease"))
+
+
+HOLDER = """
+import sys, time
+from jaxrl_llm.storage import files, lease
+lease._machine = lambda: "another machine"
+with lease.held_lease(files.run_path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multihost
+def test_the_lease_of_a_killed_process_elsewhere_is_taken_over_within_a_minute(s3_folder):
+    root = pathlib.Path(__file__).parents[2]
+    command = [sys.executable, "-c", HOLDER, str(s3_folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root) as process:
+        assert process.stdout.readline() == b"held\n"
+        with pytest.raises(OccupiedError, match=f"process {process.pid} on "):
+            Lease(s3_folder).acquire()
+        process.kill()
+    begin = time.monotonic()
+    with lease.held_lease(s3_folder) as held:
+        assert time.monotonic() - begin < 60.0
+        held.check()
