@@ -30,7 +30,7 @@ def exclusive_lock(folder: pathlib.Path) -> Iterator[Callable[[], None]]:
     after an outage of a bucket. Raises OccupiedError if another process, or another run in this
     one, holds it.
     """
-    if files.is_remote(folder):
+    if files.in_bucket(folder):
         with lease.held_lease(folder) as held:
             yield held.check
         return
@@ -45,7 +45,7 @@ def exclusive_lock(folder: pathlib.Path) -> Iterator[Callable[[], None]]:
 
 def is_held(folder: pathlib.Path) -> bool:
     """Whether a process holds the lock of `folder`; also true if the file system has no locks."""
-    if files.is_remote(folder):
+    if files.in_bucket(folder):
         return lease.is_held(folder)
     try:
         with (folder / LOCK_FILE).open("r") as file:

@@ -53,7 +53,7 @@ class Saver:
         `check_owner` raises if another process has taken over the folder; nothing is saved then.
         """
         self._directory = _absolute(directory)
-        self._is_remote = files.is_remote(self._directory)
+        self._is_remote = files.in_bucket(self._directory)
         self._check_owner = check_owner
         self._config = config
         self._read_only = read_only
@@ -262,7 +262,7 @@ class Saver:
 
 def is_empty(folder: PathLike) -> bool:
     """Whether a folder holds no file at any depth: an interrupted copy, not a checkpoint."""
-    if files.is_remote(folder):
+    if files.in_bucket(folder):
         return not files.is_file(epath.Path(folder) / seal.SEAL_FILE)
     return not any(files for _, _, files in os.walk(folder))
 
@@ -276,13 +276,13 @@ def _remove_empty(directory: epath.Path) -> None:
 
 
 def _absolute(path: PathLike) -> epath.Path:
-    return epath.Path(path if files.is_remote(path) else os.path.abspath(path))
+    return epath.Path(path if files.in_bucket(path) else os.path.abspath(path))
 
 
 def tree_exists(path: PathLike) -> bool:
     """Whether `save_tree` has completed `path`."""
     folder = _absolute(path)
-    if files.is_remote(folder):
+    if files.in_bucket(folder):
         return files.is_file(folder / seal.SEAL_FILE)
     return bool(folder.exists())
 
@@ -298,7 +298,7 @@ def save_tree(path: PathLike, tree: Tree, extra: Mapping[str, Any]) -> None:
         composite_options=ocp.CompositeOptions(temporary_path_class=path_class)
     )
     try:
-        if not files.is_remote(folder):
+        if not files.in_bucket(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
         elif multihost.is_first():
             files.remove_tree(folder)  # left by a killed process

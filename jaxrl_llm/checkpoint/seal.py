@@ -108,7 +108,7 @@ def path_class(
     folder: epath.Path, check_owner: Callable[[], None] = lambda: None
 ) -> type[ocp.path.atomicity.TemporaryPathBase]:
     """The class by which Orbax completes checkpoints in a folder; `check_owner` as in `Saver`."""
-    if not files.is_remote(folder):
+    if not files.in_bucket(folder):
         return SealedPath
     bucket_arrays.support_s3()
     return type("OwnedObjects", (SealedObjects,), {"check_owner": staticmethod(check_owner)})
@@ -116,7 +116,7 @@ def path_class(
 
 def steps(folder: epath.Path) -> list[int]:
     """The numbers of the complete steps in a folder of checkpoints, for readers."""
-    if not files.is_remote(folder):
+    if not files.in_bucket(folder):
         return list(ocp.utils.checkpoint_steps(folder)) if folder.exists() else []
     bucket_arrays.support_s3()
     numbers = [int(name) for name in files.names(folder) if name.isdecimal()]
@@ -187,7 +187,7 @@ def _digest(path: pathlib.Path) -> str:
 def write_seal(folder: epath.Path, digests: FolderDigests | ObjectDigests) -> None:
     """Writes the digests of all files of a complete folder into its `SEAL_FILE`."""
     text = json.dumps(digests.digests(folder), indent=1)
-    if files.is_remote(folder):
+    if files.in_bucket(folder):
         files.replace_text(folder / SEAL_FILE, text)
     else:
         (folder / SEAL_FILE).write_text(text)

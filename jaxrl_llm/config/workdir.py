@@ -40,7 +40,7 @@ def check_workdir(config: JobConfig, workdir: str | os.PathLike[str]) -> None:
         finished steps, or holds outputs without a `config.json`.
     """
     path = files.absolute(files.run_path(workdir)) / "config.json"
-    for folder in () if files.is_remote(path) else path.parents:
+    for folder in () if files.in_bucket(path) else path.parents:
         if os.path.exists(folder) and not os.path.isdir(folder):
             raise ConfigError(f"--workdir: {folder} is a file; name a folder, made if missing")
     has_config, entries = files.is_file(path), files.names(path.parent)

@@ -166,7 +166,7 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
             if name.endswith("/skipped_updates") and number and not skipped_by_kl:
                 readings["nonfinite"] = 1.0
         try:
-            if not files.is_remote(self._workdir):
+            if not files.in_bucket(self._workdir):
                 usage = shutil.disk_usage(self._workdir)
                 readings["disk"] = usage.free / usage.total
         except OSError as error:  # the next write there reports the cause

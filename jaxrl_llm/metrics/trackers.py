@@ -49,7 +49,7 @@ def _wandb(
         project=project,
         name=name,
         config=dict(settings),
-        dir=tempfile.mkdtemp() if files.is_remote(workdir) else str(workdir),
+        dir=tempfile.mkdtemp() if files.in_bucket(workdir) else str(workdir),
         id=_id(workdir / "wandb_id"),
         resume="allow",
     )

@@ -133,7 +133,7 @@ class Writer(contextlib.ExitStack):
                 "%s: %d bytes up to step %d, %d when the checkpoint was saved; lines are missing"
             )
             logging.warning(warning, path, size, first_step - 1, num_bytes)
-        if files.is_remote(path):
+        if files.in_bucket(path):
             log = self._bucket_log = line_log.BucketLog(path, self._check_owner)
             self.callback(self._close_log)
             self._sinks.append(lambda step, data: log.append(jsonl_line(step, data)))

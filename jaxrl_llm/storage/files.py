@@ -71,10 +71,10 @@ class ObjectInfo(NamedTuple):
     checksum: str  # of the content, by the store; "" for local files
 
 
-def is_remote(path: PathLike) -> bool:
+def in_bucket(path: PathLike) -> bool:
     """Whether a path is an address in a bucket.
 
-    >>> is_remote("s3://bucket/run"), is_remote("runs/a")
+    >>> in_bucket("s3://bucket/run"), in_bucket("runs/a")
     (True, False)
     """
     return "://" in os.fspath(path)
@@ -87,7 +87,7 @@ def run_path(workdir: PathLike) -> pathlib.Path:
       ConfigError: If the kind of bucket is not known, or its package is not installed.
     """
     address = os.fspath(workdir)
-    if not is_remote(address):
+    if not in_bucket(address):
         return pathlib.Path(address)
     scheme, _, rest = address.partition("://")
     if scheme not in _STORES:
@@ -101,13 +101,13 @@ def run_path(workdir: PathLike) -> pathlib.Path:
 
 def absolute(path: pathlib.Path) -> pathlib.Path:
     """The path from the root; an address in a bucket is one."""
-    return path if is_remote(path) else path.absolute()
+    return path if in_bucket(path) else path.absolute()
 
 
 def folder_name(workdir: PathLike) -> str:
     """The name of a run's folder."""
     path = run_path(workdir)
-    return path.name if is_remote(path) else path.resolve().name
+    return path.name if in_bucket(path) else path.resolve().name
 
 
 @functools.cache
@@ -169,14 +169,14 @@ def request(path: PathLike, action: str, send: Callable[[], Result]) -> Result:
 
 def exists(path: pathlib.Path) -> bool:
     """Whether there is a file, or a folder with files."""
-    if not is_remote(path):
+    if not in_bucket(path):
         return path.exists()
     return bool(_object_type(path))
 
 
 def is_file(path: pathlib.Path) -> bool:
     """Whether there is a file."""
-    if not is_remote(path):
+    if not in_bucket(path):
         return path.is_file()
     return _object_type(path) == "file"
 
@@ -191,7 +191,7 @@ def _object_type(path: pathlib.Path) -> str:
 
 def read_bytes(path: pathlib.Path, start: int = 0) -> bytes:
     """The content of a file from byte `start` on; raises FileNotFoundError or another OSError."""
-    if is_remote(path):
+    if in_bucket(path):
         return request(
             path,
             "read",
@@ -225,7 +225,7 @@ def replace_text(path: pathlib.Path, text: str) -> None:
 
 def replace_bytes(path: pathlib.Path, content: bytes) -> None:
     """Writes `path` atomically, as `replace_text` does."""
-    if is_remote(path):
+    if in_bucket(path):
         try:
             request(path, "written", lambda: file_system(path).pipe_file(os.fspath(path), content))
         except FileNotFoundError as error:
@@ -244,7 +244,7 @@ def replace_bytes(path: pathlib.Path, content: bytes) -> None:
 
 def names(folder: pathlib.Path) -> list[str]:
     """The sorted names of files and folders directly in a folder; none if it is missing."""
-    if not is_remote(folder):
+    if not in_bucket(folder):
         return sorted(os.listdir(folder)) if folder.is_dir() else []
     return sorted(_entries(folder))
 
@@ -270,7 +270,7 @@ def _entries(folder: pathlib.Path) -> dict[str, Mapping[str, Any]]:
 
 def files_below(folder: pathlib.Path) -> dict[str, ObjectInfo]:
     """All files below a folder, by their path relative to it."""
-    if not is_remote(folder):
+    if not in_bucket(folder):
         root = pathlib.Path(folder)  # an `epath.Path` has no `rglob`
         paths = [path for path in root.rglob("*") if path.is_file()]
         return {
@@ -292,7 +292,7 @@ def _checksum(info: Mapping[str, Any]) -> str:
 
 def remove(path: pathlib.Path) -> None:
     """Removes a file, if there is one."""
-    if not is_remote(path):
+    if not in_bucket(path):
         path.unlink(missing_ok=True)
         return
     with contextlib.suppress(FileNotFoundError):
@@ -301,7 +301,7 @@ def remove(path: pathlib.Path) -> None:
 
 def remove_tree(folder: pathlib.Path) -> None:
     """Removes a folder with all below, if there is one."""
-    if not is_remote(folder):
+    if not in_bucket(folder):
         shutil.rmtree(folder, ignore_errors=not folder.exists())
         return
     with contextlib.suppress(FileNotFoundError):
@@ -312,7 +312,7 @@ def remove_tree(folder: pathlib.Path) -> None:
 
 def sha256(path: pathlib.Path) -> str:
     """The SHA-256 of a file, in hexadecimal digits."""
-    if is_remote(path):
+    if in_bucket(path):
         return hashlib.sha256(read_bytes(path)).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

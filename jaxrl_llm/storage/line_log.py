@@ -39,7 +39,7 @@ def _part_path(path: pathlib.Path, number: int) -> pathlib.Path:
 
 def read_log(path: pathlib.Path, start: int = 0) -> bytes:
     """The content of a log from byte `start` on; raises FileNotFoundError if there is none."""
-    if not files.is_remote(path):
+    if not files.in_bucket(path):
         return files.read_bytes(path, start)
     parts = _parts(path)
     if not parts:
@@ -57,7 +57,7 @@ def replace_log(path: pathlib.Path, content: bytes) -> None:
 
     A kill in between leaves old lines behind the new end, never a gap within the kept ones.
     """
-    if not files.is_remote(path):
+    if not files.in_bucket(path):
         files.replace_bytes(path, content)
         return
     old = _parts(path)
@@ -71,7 +71,7 @@ def replace_log(path: pathlib.Path, content: bytes) -> None:
 
 def append_line(path: pathlib.Path, line: str) -> None:
     """Appends a line that is in the file or bucket on return; mends a last one without its end."""
-    if not files.is_remote(path):
+    if not files.in_bucket(path):
         is_truncated = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # by a kill
         with path.open("a", encoding="utf-8") as file:
             file.write("\n" * is_truncated + line + "\n")

@@ -20,7 +20,7 @@ def mirrored_folder(folder: pathlib.Path, copy_s: float = COPY_S) -> Iterator[pa
     Changed files are copied to a bucket every `copy_s` seconds and at the end; a copy that fails is
     logged and tried again. What lies in the bucket already is not read.
     """
-    if not files.is_remote(folder):
+    if not files.in_bucket(folder):
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="jaxrl_llm_") as name:
