@@ -25,8 +25,10 @@ from jaxrl_llm.models import lora
 from jaxrl_llm.models.hf import checkpoint
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.planning import resolve_sizes
+from jaxrl_llm.planning.model_names import pin_models
 from jaxrl_llm.sampling import policy_sampler
 from jaxrl_llm.sampling.policy_sampler import PolicySampler
+from jaxrl_llm.storage import files, model_folder
 from jaxrl_llm.types import Weights
 
 DEFAULT_MAX_TOKENS = 4096  # default limit of prompt and answer, if the model allows more
@@ -65,8 +67,9 @@ def load_run(workdir: str | os.PathLike[str], best: bool = False) -> SavedRun:
       ConfigError: If `workdir` is not the folder of a run.
       CheckpointError: If there is no checkpoint, or, when it is read, none is undamaged.
     """
-    config, folder = load_config(workdir), pathlib.Path(workdir)
-    steps = (each for each in folder.glob("checkpoints/*") if each.name.isdecimal())
+    config, folder = load_config(workdir), files.run_path(workdir)
+    saved = folder / "checkpoints"
+    steps = (saved / name for name in files.names(saved) if name.isdecimal())
     if all(map(saver_lib.is_empty, steps)):
         message = f"{folder / 'checkpoints'}: no complete checkpoint; wait until the run has saved"
         raise saver_lib.CheckpointError(f"{message} one (checkpoint.every), or name another run")
@@ -75,7 +78,7 @@ def load_run(workdir: str | os.PathLike[str], best: bool = False) -> SavedRun:
     base: Params = {}
     if config.lora.rank:  # base weights are those that the run began with
         product = folder / "warm_start" / "product"
-        if product.exists():
+        if saver_lib.tree_exists(product):
             abstract = weights_lib.abstract_params(network, models.mesh)
             load = functools.partial(saver_lib.load_tree, product)
             initial_params = layer_restacking.restore_restacked(load, abstract, network.shape)[0]
@@ -113,7 +116,7 @@ def policy_from_run(workdir: str | os.PathLike[str], best: bool = False) -> Save
     config = load_config(workdir).as_rl()
     run = load_run(workdir, best)
     return SavedPolicy(
-        name=pathlib.Path(workdir).resolve().name,
+        name=files.folder_name(workdir),
         config=config,
         models=run.models,
         sampler=policy_sampler.make_sampler(config, run.models, run.base),
@@ -123,16 +126,16 @@ def policy_from_run(workdir: str | os.PathLike[str], best: bool = False) -> Save
 
 
 def policy_from_model(config: RLConfig) -> SavedPolicy:
-    """The policy of the model folder `config.model.path`, without adapters.
+    """The policy of the model `config.model.path`, by any address, without adapters.
 
     Raises:
       UserError: If the folder cannot be used.
     """
-    config = dataclasses.replace(config, lora=LoraConfig())
+    config = pin_models(dataclasses.replace(config, lora=LoraConfig()))
     models = job_models.make_models(config)
     checkpoint.check(config.model.path, models.policy)
     return SavedPolicy(
-        name=pathlib.Path(config.model.path).resolve().name,
+        name=model_folder.model_name(config.model.path),
         config=config,
         models=models,
         sampler=policy_sampler.make_sampler(config, models, {}),
@@ -142,7 +145,7 @@ def policy_from_model(config: RLConfig) -> SavedPolicy:
 
 
 def sampling_config(path: str, dtype: str = "", tensor: int = 1) -> RLConfig:
-    """A config for sampling from a model folder, with the defaults of a run otherwise.
+    """A config for sampling from a model, by any address, with the defaults of a run otherwise.
 
     `dtype` "" is bfloat16 on accelerators, float32 on CPU. `tensor` is the tensor-parallel size;
     the remaining devices sample other sequences.

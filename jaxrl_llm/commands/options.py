@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from jaxrl_llm.config import JobConfig
 from jaxrl_llm.config.placement import ProcessesConfig
-from jaxrl_llm.config.validation import ConfigGroup, File, Folder, Name, Problems, Range
+from jaxrl_llm.config.validation import ConfigGroup, File, Folder, ModelPath, Name, Problems, Range
 
 Natural = Annotated[int, Range("[0, 2147483647]")]
 Positive = Annotated[int, Range("[1, 2147483647]")]
@@ -38,7 +38,7 @@ class PolicyOptions(JaxOptions):
     """The options of a command that samples from a run's policy or a model."""
 
     workdir: Folder = option("Folder of a run.", "")
-    model: Folder = option("Hugging Face folder.", "")
+    model: ModelPath = option("Hugging Face folder or name (org/name).", "")
 
     def rules(self) -> Problems:
         if bool(self.model) == bool(self.workdir):
@@ -68,7 +68,7 @@ class EvaluateOptions(PolicyOptions):
 
     module = "evaluate"
 
-    model: Folder = option("Hugging Face folder, instead of a run.", "")
+    model: ModelPath = option("Hugging Face folder or name (org/name), instead of a run.", "")
     config: JobConfig | None = option("For --model: config with data and rewards.", None)
     samples_per_prompt: int = option("k of mean@k, pass@k and maj@k.", 1)
     temperature: float = option("0: greedy; must be above 0 for k > 1.", 0.0)
@@ -90,7 +90,7 @@ class GenerateOptions(PolicyOptions):
 
     module = "generate"
 
-    model: Folder = option("Hugging Face folder, instead of a run.", "")
+    model: ModelPath = option("Hugging Face folder or name (org/name), instead of a run.", "")
     prompt: tuple[str, ...] = option("A prompt; may be repeated.", ())
     samples: Positive = option("Samples per prompt.", 1)
     temperature: Temperature = option("0: greedy.", 0.0)
@@ -162,15 +162,38 @@ class PlanOptions(JaxOptions):
 
 
 class ExportOptions(JaxOptions):
-    """Exports the weights of a run as a Hugging Face folder."""
+    """Exports the weights of a run as a Hugging Face folder, or as a GGUF file for llama.cpp.
+
+    With --to, uploads them with a model card made from the run. A repository is private at first.
+    """
 
     module = "export"
 
     workdir: Folder = option("Folder of the run.")
-    out: Folder = option("Folder to write: new, empty or an earlier export.")
-    dtype: Dtype = option("Of the tensors; empty: as the run.", "")
+    out: Folder = option("Folder to write (new, empty or an earlier export), or FILE.gguf.", "")
+    to: Folder = option("Upload: org/name on the hub, or an address of a bucket.", "")
+    public: bool = option("With --to: a repository that everyone may read.", False)
+    dry_run: bool = option("With --to: print card and files instead of uploading them.", False)
+    format: Literal["hf", "gguf"] = option("gguf: for llama.cpp and Ollama (extra [gguf]).", "hf")
+    gguf_type: Literal["f16", "bf16", "q8_0"] = option("Of a GGUF file's matrices.", "f16")
+    dtype: Dtype = option("Of the tensors of a folder; empty: as the run.", "")
     adapters: bool = option("Write only the adapters, as a folder for `peft`.", False)
     best: bool = option("The step with the best checkpoint.best_metric, not the newest.", False)
+
+    def rules(self) -> Problems:
+        if not self.out and not self.to:
+            yield "out", "give a folder to write, or --to=org/name to upload"
+        for name in ("public", "dry_run"):
+            if getattr(self, name) and not self.to:
+                yield name, "is of an upload; give --to too, or leave it out"
+        if self.format == "gguf" and self.adapters:
+            yield "adapters", "a GGUF file holds the whole model; leave it out to merge them"
+        if self.format == "gguf" and self.dtype:
+            yield "dtype", "is of a folder; give --gguf_type"
+        if self.to and self.out.endswith(".gguf"):
+            yield "out", f"{self.out!r} is a file, and --to uploads a folder; name a folder"
+        elif self.format != "gguf" and self.out.endswith(".gguf"):
+            yield "out", f"{self.out!r} is a file's name; give --format=gguf, or a folder"
 
 
 class ImportOptions(JaxOptions):
@@ -178,10 +201,10 @@ class ImportOptions(JaxOptions):
 
     module = "import_gguf"
 
-    file: File = option("GGUF file of a known family.")
+    file: File = option("GGUF file of a known family, or its address.")
     out: Folder = option("Folder to write: new, empty or an earlier export.")
     dtype: Literal["float32", "bfloat16", "float16"] = option("Of the tensors.", "float32")
-    tokenizer: Folder = option("Folder with the tokenizer; empty: that of the file.", "")
+    tokenizer: ModelPath = option("Folder or name of the tokenizer; empty: that of the file.", "")
 
 
 class ControlOptions(Options):

@@ -5,12 +5,14 @@ import functools
 import re
 import typing
 import urllib.parse
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, TypeVar
 
 from jaxrl_llm.errors import Problem
+from jaxrl_llm.storage.address import AddressError, parse_address
 
 Problems = Iterator[Problem]
+Group = TypeVar("Group", bound="ConfigGroup")
 
 _MAX_CHARACTERS = 4096  # the limit of a path on Linux
 
@@ -67,13 +69,20 @@ class TextField:
             yield f"must be 'package.module:function' or 'path/file.py:function', got {value!r}"
         elif value and self == _ADDRESS and not _is_address(value):
             yield f"must begin with http:// or https:// and name a host, got {value!r}"
+        elif value and self == _MODEL:
+            try:
+                parse_address(value, "model")
+            except AddressError as error:
+                yield str(error)
 
 
 _FUNCTION = TextField("'package.module:function' or 'path/file.py:function'")
 _ADDRESS = TextField("an address, http:// or https://")
+_MODEL = TextField("a model: a folder, org/name or another address")
 _ANY = TextField()
 
 Folder = Annotated[str, TextField("a folder")]
+ModelPath = Annotated[str, _MODEL]
 File = Annotated[str, TextField("a file")]
 Function = Annotated[str, _FUNCTION]
 Address = Annotated[str, _ADDRESS]
@@ -119,6 +128,32 @@ class ConfigGroup:
                     yield name, message
                 for message in _ANY.problems(item) if isinstance(item, str) else ():
                     yield f"{name}.{entry}", message
+
+
+def with_models(group: Group, replace: Callable[[str, str], str], path: str = "config") -> Group:
+    """A config group whose model addresses are replaced.
+
+    Args:
+      replace: (key, address) -> the new address; called for each that is not "", with keys such as
+        "config.rewards.models.judge.path".
+    """
+    changes: dict[str, Any] = {}
+    rules = {name: rule for name, rule, _ in field_rules(type(group))}
+    for name, value in vars(group).items():
+        key = f"{path}.{name}"
+        if rules.get(name) == _MODEL and value:
+            changes[name] = replace(key, value)
+        elif isinstance(value, ConfigGroup):
+            changes[name] = with_models(value, replace, key)
+        elif isinstance(value, Mapping):
+            changes[name] = {
+                entry: with_models(each, replace, f"{key}.{entry}")
+                if isinstance(each, ConfigGroup)
+                else each
+                for entry, each in value.items()
+            }
+    changed = {name: value for name, value in changes.items() if value != getattr(group, name)}
+    return dataclasses.replace(group, **changed) if changed else group
 
 
 @functools.cache

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -22,8 +21,10 @@ from jaxrl_llm.models.hf import config_reader
 from jaxrl_llm.planning import accelerators, memory_plan, pool_placement, published_shapes
 from jaxrl_llm.planning.accelerators import GIB, Device
 from jaxrl_llm.planning.memory_plan import MemoryPlan
+from jaxrl_llm.planning.model_names import pin_models
 from jaxrl_llm.planning.run_setting import RunSetting, ScoringModel
 from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.storage import files
 
 Job = TypeVar("Job", bound=JobConfig)
 Supervised = TypeVar("Supervised", bound=SupervisedConfig)
@@ -127,8 +128,10 @@ def resolve(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
     """The checked config with all sizes set: those of the run in `workdir`, or planned ones.
 
     So a resumed run repeats it bit for bit. Sizes set in the config win; placement is not changed.
-    Hyperparameters that the policy loss leaves open are set to their defaults.
+    Hyperparameters that the policy loss leaves open are set to their defaults, and names on the
+    hub get their commit (`pin_models`).
     """
+    config = pin_models(config, workdir)
     requirements.check_functions(config.algorithm)
     algorithm = requirements.with_loss_defaults(config.algorithm)
     config = dataclasses.replace(config, algorithm=algorithm)
@@ -143,7 +146,7 @@ def resolve(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
 
 def _with_started_sizes(config: Job, workdir: str | os.PathLike[str]) -> Job:
     """The config with the sizes of the run that was started in this folder, if any."""
-    if _has_open_sizes(config) and (pathlib.Path(workdir) / "config.json").exists():
+    if _has_open_sizes(config) and files.is_file(files.run_path(workdir) / "config.json"):
         return _with_sizes_from(config, load_config(workdir))
     return config
 
@@ -184,7 +187,8 @@ def _with_local_choices(config: RLConfig) -> RLConfig:
 
 
 def resolve_supervised(config: Supervised, workdir: str | os.PathLike[str]) -> Supervised:
-    """The config of a supervised job with all sizes set, as `resolve`."""
+    """The config of a supervised job with all sizes and commits set, as `resolve`."""
+    config = pin_models(config, workdir)
     config = _with_started_sizes(config, workdir)
     if not _has_open_sizes(config):
         return config

@@ -2,10 +2,12 @@
 
 import gguf_files
 import pytest
+from tokenizers import normalizers, processors
+from tokenizers.pre_tokenizers import ByteLevel
 
 from jaxrl_llm.data import gguf_tokenizer
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.tokenizer import load_tokenizer
+from jaxrl_llm.data.tokenizer import character_tokenizer, load_tokenizer
 
 TEXT = "hello  12 héllo\n<|im_start|>x<tool> 日本 hell123"
 
@@ -96,3 +98,84 @@ def test_what_is_missing_or_not_known(change, message):
     change = {f"tokenizer.ggml.{key}": value for key, value in change.items()}
     with pytest.raises(DataError, match=f"^a.gguf: .*{message}"):
         gguf_tokenizer.from_fields(gguf_files.byte_level(**change), "a.gguf")
+
+
+def byte_fields(pre="smollm", **changes):
+    return gguf_files.byte_level(pre, **changes)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *map(byte_fields, ["smollm", "gpt-2", "qwen2", "llama-bpe"]),
+        byte_fields("qwen2", **{"tokenizer.ggml.add_bos_token": True}),
+        gguf_files.sentence_piece(),
+        gguf_files.sentence_piece(
+            **{"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_eos_token": True}
+        ),
+    ],
+)
+def test_fields_come_back_from_their_tokenizer(fields):
+    tokenizer = gguf_tokenizer.from_fields(fields, "a.gguf")
+    num_tokens = len(fields["tokenizer.ggml.tokens"])
+    written = gguf_tokenizer.to_fields(tokenizer, num_tokens + 3)
+    for key in ("tokens", "token_type"):
+        expected = list(fields[f"tokenizer.ggml.{key}"])
+        names = {f"[PAD{i}]": 5 for i in range(num_tokens, num_tokens + 3)}
+        if expected[-1] in ("[PAD]", 5):  # an unused token is named by its id
+            names = {f"[PAD{num_tokens - 1}]": 5, **names}
+            expected.pop()
+        expected += names if key == "tokens" else names.values()
+        assert written.pop(f"tokenizer.ggml.{key}") == expected
+    if "tokenizer.ggml.scores" in fields:  # another scale, the same order of merges
+        scores = written.pop("tokenizer.ggml.scores")[:num_tokens]
+        made = [i for i, piece in enumerate(fields["tokenizer.ggml.tokens"]) if i > 263]
+        order = fields["tokenizer.ggml.scores"]
+        assert sorted(made, key=scores.__getitem__) == sorted(made, key=order.__getitem__)
+    defaults = {"add_eos_token": False, "add_space_prefix": True, "pre": "default"}
+    for key, value in written.items():
+        short = key.removeprefix("tokenizer.ggml.")
+        assert value == fields.get(key, short == "add_bos_token" or defaults.get(short)), key
+
+
+def test_more_end_tokens_are_end_of_turn_and_of_message():
+    tokenizer = gguf_tokenizer.from_fields(byte_fields(), "a.gguf")
+    fields = gguf_tokenizer.to_fields(tokenizer, 269, end_token_ids=(2, 0, 1))
+    assert gguf_tokenizer.end_tokens(fields) == (2, 0, 1)
+
+
+def changed(change):
+    tokenizer = gguf_tokenizer.from_fields(byte_fields(), "a.gguf")
+    change(tokenizer.backend_tokenizer)
+    return tokenizer
+
+
+def add_two_tokens(backend):
+    backend.post_processor = processors.TemplateProcessing(
+        single=["<tool>", "$A"], special_tokens=[("<tool>", 3)]
+    )
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (character_tokenizer, "reads byte-level BPE .* this one is BPE of characters or words"),
+        (
+            lambda: changed(lambda b: setattr(b, "pre_tokenizer", ByteLevel(use_regex=False))),
+            "splits texts into words as none of gpt-2, smollm, .*convert_hf_to_gguf",
+        ),
+        (
+            lambda: changed(lambda b: setattr(b, "normalizer", normalizers.Lowercase())),
+            "'Hello world' would become .*; export with --format=hf",
+        ),
+        (lambda: changed(add_two_tokens), r"puts tokens \[3\] before and \[\] after a text"),
+    ],
+)
+def test_tokenizers_that_llama_cpp_lacks(make, message):
+    with pytest.raises(DataError, match=f"^the tokenizer in GGUF: .*{message}"):
+        gguf_tokenizer.to_fields(make(), 280)
+
+
+def test_composed_text_is_left_to_the_caller():
+    tokenizer = changed(lambda b: setattr(b, "normalizer", normalizers.NFC()))
+    assert gguf_tokenizer.to_fields(tokenizer, 269)["tokenizer.ggml.pre"] == "smollm"

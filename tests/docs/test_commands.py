@@ -35,7 +35,7 @@ PACKAGES = {
 }
 NOT_RUN = {
     r"pip install|pre-commit install": "makes the environment of .ci/run",
-    r"hf download": "needs the network",
+    r"hf (?:download|auth)": "needs the network",
     r"pytest|\.ci/run": "this is it",
     r"sbatch|kubectl|launch/tpu_pod\.sh": "needs a cluster; see tests/launch/test_cluster_files.py",
     r"mpirun|python .*--process_id=": "several processes; see tests/e2e/test_multihost.py",
@@ -51,6 +51,8 @@ NOT_RUN = {
     r"jaxrl_llm view": "see tests/viewer/",
     r"jaxrl_llm control": "needs a run at work; see tests/e2e/test_layouts.py",
     r"jaxrl_llm (?:configs|new)\b": "see tests/commands/test_starters.py",
+    r"jaxrl_llm export .*--to=": "needs a hub; see tests/launch/test_export_upload.py",
+    r"jaxrl_llm export .*--format=gguf": "see tests/launch/test_export_folder.py",
     r".* --replay ": "see tests/sampling/test_dump_source.py",
     r".* --dry_run$": "see tests/commands/test_command_line.py",
 }

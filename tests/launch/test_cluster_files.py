@@ -11,7 +11,11 @@ from unittest import mock
 import pytest
 import yaml
 
+from jaxrl_llm.commands import command_line
+from jaxrl_llm.commands.options import TrainOptions
+from jaxrl_llm.config import starters
 from jaxrl_llm.sharding import cluster_detection
+from jaxrl_llm.storage.address import BucketAddress, HubAddress, parse_address
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
@@ -41,7 +45,6 @@ JOBSET = {
                                 "containers": [
                                     {"name": str, "image": str, "command": list, "env": list}
                                 ],
-                                "volumes": [{"name": str}],
                             }
                         },
                     }
@@ -96,7 +99,7 @@ def test_the_jobset_counts_its_processes_once(jobset):
     }
     with mock.patch.dict(os.environ, environ):
         start = cluster_detection.detect_start()
-    assert (start.method, start.num_processes, start.process_id) == ("jobset", 2, 1)
+    assert (start.method, start.num_processes, start.process_id) == ("jobset", 4, 1)
     assert start.coordinator == "jaxrl-llm-train-0-0.jaxrl-llm:8476"
     assert {"containerPort": 8476} in container["ports"]
 
@@ -106,15 +109,24 @@ def test_the_jobset_starts_a_program_that_is_there(jobset):
     pod = job["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     check_command(container["command"])
-    mounted = {mount["name"] for mount in container["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in pod["volumes"]}
+    # As many chips as the topology has, and the config's mesh uses.
+    rows, columns = map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x"))
+    chips = container["resources"]["limits"]["google.com/tpu"]
+    assert rows * columns == chips * job["template"]["spec"]["parallelism"] == 16
+    starter = starters.Starter.from_file(starters.find("grpo_8b"))
+    assert starter.machine == f"TPU v6e:{rows}x{columns}"
 
 
 def check_command(words) -> None:
-    assert words[0].startswith("python") and (ROOT / words[1]).exists()
-    named = dict(word.removeprefix("--").split("=", 1) for word in words[2:])
-    assert named["start"] in cluster_detection.START_METHODS
-    assert (ROOT / named["config"]).exists() and named["workdir"]
+    """Checks that the command parses to a job whose model, data and folder are remote."""
+    assert words[:2] == ["jaxrl_llm", "train"]
+    options = command_line.parse(TrainOptions, words[2:])
+    assert options.start in cluster_detection.START_METHODS
+    assert isinstance(parse_address(options.config.model.path, "model"), HubAddress)
+    data = options.config.data
+    for address in (*data.train_files, *data.eval_files):
+        assert isinstance(parse_address(address), BucketAddress)
+    assert options.workdir
 
 
 @pytest.mark.parametrize("name", SHELL)
@@ -150,10 +162,10 @@ def test_the_tpu_command_reaches_every_worker_with_its_arguments_whole():
     words = result.stdout.splitlines()
     assert words[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "a"]
     assert "--worker=all" in words
-    remote = words[-1].partition("&& ")[2]
-    assert shlex.split(remote)[-1] == override
-    check_command(shlex.split(remote)[:-1])
-    assert "--workdir=/runs/a b" in shlex.split(remote)
+    remote = shlex.split(words[-1].removeprefix("--command="))
+    assert remote[-1] == override
+    check_command(remote)
+    assert "--workdir=/runs/a b" in remote
 
 
 def test_slurm_starts_one_process_a_node_with_srun(tmp_path):
@@ -176,5 +188,6 @@ def test_slurm_starts_one_process_a_node_with_srun(tmp_path):
     )
     words = result.stdout.splitlines()
     assert words[0] == "--kill-on-bad-exit=1" and words[-1] == "--config.seed=1"
-    check_command(words[1:-1])
+    check_command(words[1:])
+    assert "--workdir=s3://my-bucket/runs/job" in words
     assert "#SBATCH --ntasks-per-node=1" in (LAUNCH / "slurm.sbatch").read_text()
