@@ -95,7 +95,7 @@ class _GcsObject:
         self._blob = storage.Client().bucket(bucket).blob(key)
 
     def read(self) -> Versioned:
-        from google.api_core.exceptions import NotFound
+        from google.cloud.exceptions import NotFound
 
         while True:
             try:
@@ -108,7 +108,7 @@ class _GcsObject:
                     return Versioned(b"", _ABSENT)
 
     def replace(self, content: bytes, generation: str) -> str:
-        from google.api_core.exceptions import PreconditionFailed
+        from google.cloud.exceptions import PreconditionFailed
 
         try:
             self._blob.upload_from_string(content, if_generation_match=int(generation or 0))
