@@ -142,7 +142,7 @@ def test_what_cannot_be_streamed(config, tmp_path):
         preference_pairs(config(), TOKENIZER, "train", 0)
     for name, content, message in (
         ("c.json", "[{}]", r"c\.json: data\.stream reads \.parquet and \.jsonl files; write it"),
-        ("c", "{}", r"c: data\.stream reads \.parquet and \.jsonl files; write it"),
+        ("c", "{}", r"c: unsupported suffix ''; known: \.csv, \.json, \.jsonl, \.parquet"),
         ("c.jsonl", "", r"c\.jsonl: no rows in this file; leave it out"),
         ("c.parquet", "PAR1", r"c\.parquet: cannot be read: .*; is the file complete\?"),
     ):
