@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from jaxrl_llm.config.data_presets import PRESETS, Preset, RowMapping, pair_problems
-from jaxrl_llm.config.row_slices import overlap_problem
+from jaxrl_llm.config.datasets.presets import PRESETS, Preset, RowMapping, pair_problems
+from jaxrl_llm.config.datasets.slices import overlap_problem
 from jaxrl_llm.config.validation import (
     Coefficient,
     ConfigGroup,
@@ -122,7 +122,7 @@ class DataConfig(ConfigGroup):
     @property
     def row_mapping(self) -> RowMapping:
         """How columns of the files become rows: the preset, and the settings over it."""
-        return self._own_mapping.over(PRESETS[self.preset])
+        return self._own_mapping.with_preset(PRESETS[self.preset])
 
     @property
     def _own_mapping(self) -> RowMapping:

@@ -8,7 +8,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from jaxrl_llm.config.row_slices import slice_problem
+from jaxrl_llm.config.datasets.slices import slice_problem
 from jaxrl_llm.errors import Problem
 
 Problems = Iterator[Problem]

@@ -18,7 +18,7 @@ import pyarrow
 from pyarrow import parquet
 
 from jaxrl_llm import console
-from jaxrl_llm.config.row_slices import RowSlice, split_slice
+from jaxrl_llm.config.datasets.slices import RowSlice, split_slice
 from jaxrl_llm.data.chat.messages import NO_ALIASES, Roles, checked_messages
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.rows.row_files import file_format, listed_files, open_file, read_errors

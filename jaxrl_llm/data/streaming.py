@@ -20,7 +20,7 @@ import numpy as np
 from pyarrow import parquet
 
 from jaxrl_llm import console
-from jaxrl_llm.config.row_slices import split_slice
+from jaxrl_llm.config.datasets.slices import split_slice
 from jaxrl_llm.data import files
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.files import Row
@@ -81,7 +81,7 @@ class StreamedRows(Generic[Row_co]):
     def __init__(
         self, entries: Sequence[str], made: MakeSequences[Row_co], longest: int, rule: str
     ):
-        paths_of_entries = [_listed(entry) for entry in entries]
+        paths_of_entries = [_entry_files(entry) for entry in entries]
         paths = list(itertools.chain.from_iterable(paths_of_entries))
         # Each process scans its part of the files.
         local_pieces = lambda: [list(_pieces(paths[i])) for i in multihost.local_rows(len(paths))]  # noqa: E731
@@ -232,7 +232,7 @@ def _windows(pieces: Sequence[FileRange], order: Sequence[int]) -> Iterator[list
     yield window
 
 
-def _listed(entry: str) -> list[str]:
+def _entry_files(entry: str) -> list[str]:
     """The files of an entry, without its slice."""
     return [entry] if entry in files.registered_rows else listed_files(split_slice(entry)[0])
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxrl_llm.config import DataConfig
-from jaxrl_llm.config.data_presets import PRESETS
+from jaxrl_llm.config.datasets.presets import PRESETS
 from jaxrl_llm.config.rollout_data import NUM_PRODUCTS
 from jaxrl_llm.data import counting_task
 from jaxrl_llm.data.chat.formats import template_options

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.config import DataConfig
-from jaxrl_llm.config.data_presets import OPTIONAL, RowMapping, template_fields
+from jaxrl_llm.config.datasets.presets import OPTIONAL, RowMapping, template_fields
 from jaxrl_llm.data.chat.messages import checked_messages, messages_in_text, role_aliases
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.text import is_text

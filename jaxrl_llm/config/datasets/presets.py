@@ -44,7 +44,7 @@ class RowMapping:
     transcript_roles: tuple[str, ...] = ()
     data_source: str = ""
 
-    def over(self, base: "RowMapping") -> "RowMapping":
+    def with_preset(self, base: "RowMapping") -> "RowMapping":
         """This mapping, completed by a preset; a setting drops what it replaces in the preset."""
         columns = {**base.columns, **self.columns}
         if self.prompt_template:

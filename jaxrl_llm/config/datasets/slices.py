@@ -54,8 +54,9 @@ def slice_problem(address: str) -> str:
             return f"{bound} is no number of rows; write a whole one, or a percentage"
         if bound.endswith("%") and abs(Fraction(bound[:-1])) > 100:
             return f"{bound} is outside [-100%, 100%]"
-    units = {_place(bound)[0] for bound in filter(None, rows)}
-    if rows.start and rows.stop and len(units) == 1 and _place(rows.start) >= _place(rows.stop):
+    start, stop = (_place(bound) if bound else None for bound in rows)
+    is_crossed = start and stop and start[0] == stop[0] and start[1] >= stop[1]
+    if is_crossed or stop in _FIRST or start in _LAST:
         return f"[{rows.start}:{rows.stop}] holds no rows; write the lower bound first"
     return ""
 
@@ -79,6 +80,11 @@ def overlap_problem(ours: str, theirs: str) -> str:
     if starts and stops and max(starts) >= min(stops):
         return ""
     return f"shares rows with {theirs}"
+
+
+# Bounds before and behind all rows.
+_FIRST = (("rows", 0), ("percent", 0))
+_LAST = (("from the end", 0), ("percent", 100))
 
 
 def _place(bound: str) -> tuple[str, Fraction]:
