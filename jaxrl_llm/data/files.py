@@ -187,7 +187,8 @@ def checked_row(
     data_source = row.get("data_source")
     if not is_text(data_source) or not data_source:
         raise DataError(
-            f"{where}: data_source must be a text that names the row's origin, got {data_source!r}"
+            f"{where}: data_source must be a text that names the row's origin, got {data_source!r};"
+            " add it, or set data.data_source"
         )
     reward_model = _mapping_column(row, "reward_model", where)
     ground_truth = reward_model.pop("ground_truth", None)

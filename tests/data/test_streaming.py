@@ -86,9 +86,7 @@ def test_resume_is_exact(config, taken, num_workers):
         Stream([1], 3).set_state(state)
 
 
-@pytest.mark.parametrize(
-    "text", ["[:90%]", "[7:19]", "[-21:]", "[23:24]"]
-)
+@pytest.mark.parametrize("text", ["[:90%]", "[7:19]", "[-21:]", "[23:24]"])
 def test_slices_of_streamed_rows_are_those_of_memory(config, text):
     folder = config().train_files[0]
     of_slice = functools.partial(config, train_files=(f"{folder}{text}",))

@@ -147,7 +147,7 @@ PRESETS: Mapping[str, RowMapping] = {
         columns={"answer": "solution", "completion": "solution"},
         prompt_template=f"{{problem}} {_STEP_BY_STEP} within \\boxed{{{{}}}}.",
         # The last box of the solution, also as "\boxed 3".
-        answer_pattern=rf"\\f?box(?:ed)?\s*\{{?((?<=\{{){_BRACED}(?=\}})|(?<!\{{)[^\s{{}}$.,]+)",
+        answer_pattern=rf"\\(?:boxed|fbox)(?![a-zA-Z])\s*\{{?((?<=\{{){_BRACED}(?=\}})|(?<!\{{)[^\s{{}}$.,]+)",
         data_source="hendrycks_math",
     ),
     "math_500": RowMapping(  # HuggingFaceH4/MATH-500

@@ -231,7 +231,8 @@ def _extra_columns(config: DataConfig, row: Row, where: str) -> Row:
     mapping = config.row_mapping
     if names := mapping.extra_columns:
         return {name: _column(row, name, "data.extra_columns", where) for name in names}
-    used = {name.removesuffix(OPTIONAL) for to, name in mapping.columns.items() if to != "answer"}
+    sources = {to: name.removesuffix(OPTIONAL) for to, name in mapping.columns.items()}
+    used = {sources[to] for to in _PROMPT if to in sources and to != "answer"}
     is_prompt_read = not (mapping.prompt_template or "prompt" in mapping.columns)
     used |= {config.prompt_column} if is_prompt_read else set()
     return {name: value for name, value in row.items() if name not in used | _SCHEMA}
