@@ -84,8 +84,10 @@ def test_what_reward_functions_get():
     assert mapped["reward_model"] == {"ground_truth": 7} and mapped["data_source"] == "own"
     assert mapped["extra_info"] == {"prompt": 7, "reward_model": {"style": "rule"}}
     assert spoken(mapped["prompt"]) == [("user", "Hi")]
-    with pytest.raises(DataError, match=r"row 1: no column 'typ' for data.extra_columns; did you"):
-        prompt(row, preset="math", extra_columns=("typ",), prompt_template="{q}", columns={
+    with pytest.raises(
+        DataError, match=r"row 1: no column 'promt' for data.extra_columns; did you"
+    ):
+        prompt(row, preset="math", extra_columns=("promt",), prompt_template="{q}", columns={
             "answer": "prompt"
         })  # fmt: skip
 
