@@ -12,7 +12,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jaxrl_llm"
 # Ground floor first. A floor lists its blocks: neighbours, none of which imports another. A
 # block is a folder or, on the ground floor, modules in the order in which they may import.
 FLOORS = (
-    (("types",), ("console",), ("text", "errors", "config")),
+    (("types",), ("console",), ("text", "errors", "storage", "config")),
     (("algorithms",), ("sharding",), ("processes",)),
     (("models",), ("data",), ("checkpoint",), ("metrics",)),
     (("packing",),),
