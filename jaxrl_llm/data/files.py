@@ -21,7 +21,13 @@ from jaxrl_llm import console
 from jaxrl_llm.config.datasets.slices import RowSlice, split_slice
 from jaxrl_llm.data.chat.messages import NO_ALIASES, Roles, checked_messages
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.rows.row_files import file_format, listed_files, open_file, read_errors
+from jaxrl_llm.data.rows.row_files import (
+    file_format,
+    listed_files,
+    open_file,
+    open_parquet,
+    read_errors,
+)
 from jaxrl_llm.text import MAX_DEPTH, is_text, text_fault
 
 Row = dict[str, Any]
@@ -117,7 +123,7 @@ def _num_rows(path: str) -> int:
     """The number of rows of a file; lines of JSON lines, blank ones too."""
     suffix = file_format(path).suffix
     if suffix == ".parquet":
-        with read_errors(path), parquet.ParquetFile(path) as file:
+        with read_errors(path), open_parquet(path) as file:
             return int(file.metadata.num_rows)
     if suffix == ".jsonl":
         with read_errors(path), open_file(path) as lines:
@@ -364,7 +370,7 @@ def _csv(path: str, wanted: range | None) -> Iterator[tuple[int, Any]]:
 
 
 def _parquet(path: str, wanted: range | None) -> Iterator[tuple[int, Any]]:
-    with read_errors(path), parquet.ParquetFile(path) as file:
+    with read_errors(path), open_parquet(path) as file:
         check_column_names(path, file)
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
         ends = list(itertools.accumulate(sizes))

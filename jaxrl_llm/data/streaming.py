@@ -17,7 +17,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from pyarrow import parquet
 
 from jaxrl_llm import console
 from jaxrl_llm.config.datasets.slices import split_slice
@@ -29,6 +28,7 @@ from jaxrl_llm.data.rows.row_files import (
     file_format,
     listed_files,
     open_file,
+    open_parquet,
     read_errors,
 )
 from jaxrl_llm.sharding import multihost
@@ -279,7 +279,7 @@ def _piece_content(piece: FileRange) -> Any:
 
 
 def _row_groups(path: str) -> Iterator[FileRange]:
-    with read_errors(path), parquet.ParquetFile(path) as file:
+    with read_errors(path), open_parquet(path) as file:
         files.check_column_names(path, file)
         first = 0
         for number in range(file.num_row_groups):
@@ -297,7 +297,7 @@ def _row_groups(path: str) -> Iterator[FileRange]:
 
 
 def _row_group(piece: FileRange) -> Any:
-    with read_errors(piece.path), parquet.ParquetFile(piece.path) as file:
+    with read_errors(piece.path), open_parquet(piece.path) as file:
         return file.read_row_group(piece.start, use_threads=False)
 
 
