@@ -68,18 +68,18 @@ class TextField:
             yield f"must be 'package.module:function' or 'path/file.py:function', got {value!r}"
         elif value and self == _ADDRESS and not _is_address(value):
             yield f"must begin with http:// or https:// and name a host, got {value!r}"
-        elif self == _ROW_FILES and (problem := slice_problem(value)):
+        elif self == ROW_FILES and (problem := slice_problem(value)):
             yield f"{value!r}: {problem}"
 
 
 _FUNCTION = TextField("'package.module:function' or 'path/file.py:function'")
 _ADDRESS = TextField("an address, http:// or https://")
-_ROW_FILES = TextField("files of rows: a path, a folder or a glob, and a slice if wanted")
+ROW_FILES = TextField("files of rows: a path, a folder or a glob, and a slice if wanted")
 _ANY = TextField()
 
 Folder = Annotated[str, TextField("a folder")]
 File = Annotated[str, TextField("a file")]
-RowFiles = Annotated[str, _ROW_FILES]
+RowFiles = Annotated[str, ROW_FILES]
 Function = Annotated[str, _FUNCTION]
 Address = Annotated[str, _ADDRESS]
 Name = Annotated[str, TextField("a name")]

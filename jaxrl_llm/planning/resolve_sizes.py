@@ -21,6 +21,7 @@ from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.hf import config_reader
 from jaxrl_llm.planning import accelerators, memory_plan, pool_placement, published_shapes
 from jaxrl_llm.planning.accelerators import GIB, Device
+from jaxrl_llm.planning.dataset_names import pin_datasets
 from jaxrl_llm.planning.memory_plan import MemoryPlan
 from jaxrl_llm.planning.run_setting import RunSetting, ScoringModel
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -127,7 +128,9 @@ def resolve(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
     """The checked config with all sizes set: those of the run in `workdir`, or planned ones.
 
     So a resumed run repeats it bit for bit. Sizes set in the config win; placement is not changed.
+    Datasets on the hub get their commit the same way (`pin_datasets`).
     """
+    config = pin_datasets(config, workdir)
     requirements.check_functions(config.algorithm)
     for path in config.scorer_paths:
         # report a broken folder before any plan: that would only say that the run does not fit
@@ -181,7 +184,8 @@ def _with_local_choices(config: RLConfig) -> RLConfig:
 
 
 def resolve_supervised(config: Supervised, workdir: str | os.PathLike[str]) -> Supervised:
-    """The config of a supervised job with all sizes set, as `resolve`."""
+    """The config of a supervised job with all sizes and commits set, as `resolve`."""
+    config = pin_datasets(config, workdir)
     config = _with_started_sizes(config, workdir)
     if not _has_open_sizes(config):
         return config

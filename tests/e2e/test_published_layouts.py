@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import hub_server
 import jax
 import numpy as np
 import pyarrow
@@ -12,6 +13,7 @@ from published_rows import LAYOUTS, OTHERS
 from pyarrow import parquet
 
 import jaxrl_llm
+from jaxrl_llm.errors import ConfigError
 
 REWARDS = {"gsm8k": "gsm8k", "math": "math", "math_500": "math", "rlvr": "gsm8k"}
 
@@ -62,6 +64,29 @@ def test_a_step_of_a_published_layout(name, tmp_path, one_device):
         dump = (tmp_path / "run" / "rollouts" / "1.jsonl").read_text().splitlines()
         prompts = [json.loads(line)["input"] for line in dump]
         assert any(layout.messages[-1][1] in prompt for prompt in prompts)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_reads_the_commit_that_it_began_with(tmp_path, one_device, monkeypatch):
+    rows = {name: json.dumps(LAYOUTS["alpaca"].rows[i]) for i, name in enumerate(("old", "new"))}
+
+    def train(workdir, num_steps, *files):
+        found = config("sft", files or ("org/words:train[:90%]",), preset="alpaca", shuffle=False)
+        found.trainer.num_steps, found.checkpoint.every = num_steps, 1
+        return jax.tree.leaves(jax.device_get(jaxrl_llm.train(found, tmp_path / workdir)))
+
+    with hub_server.HubServer() as hub:
+        hub_server.use_hub(monkeypatch, hub, tmp_path / "hf")
+        commit = hub.add("org/words", {"train.jsonl": f"{rows['old']}\n".encode() * 9}, "dataset")
+        train("run", 1)
+        saved = json.loads((tmp_path / "run" / "config.json").read_text())["data"]["train_files"]
+        assert saved == [f"hf://datasets/org/words@main#{commit}:train[:90%]"]
+        hub.add("org/words", {"train.jsonl": f"{rows['new']}\n".encode() * 9}, "dataset")
+        resumed = train("run", 3)
+        with pytest.raises(ConfigError, match="belongs to another run"):
+            train("run", 3, "org/words:train")
+    whole = train("whole", 3, write(tmp_path / "old.jsonl", LAYOUTS["alpaca"].rows[:1]))
+    assert all(np.array_equal(a, b) for a, b in zip(whole, resumed, strict=True))
 
 
 @pytest.mark.slow
