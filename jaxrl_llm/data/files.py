@@ -80,21 +80,13 @@ def data_files(entry: str) -> list[tuple[str, range | None]]:
         return [(entry, None)]
     address, rows = split_slice(entry)
     paths = listed_files(address)
-    return [(path, None) for path in paths] if rows is None else sliced_files(
-        entry, rows, [(path, _num_rows(path)) for path in paths]
-    )  # fmt: skip
-
-
-def sliced_files(
-    entry: str, rows: RowSlice, files: Sequence[tuple[str, int]]
-) -> list[tuple[str, range]]:
-    """The part of each file that a slice of all their rows, file after file, holds.
-
-    `files` are paths with their number of rows. Files without a row in the slice are left out.
-    """
-    wanted = slice_rows(entry, rows, sum(count for _, count in files))
-    parts, first = [], 0
-    for path, count in files:
+    if rows is None:
+        return [(path, None) for path in paths]
+    counts = [_num_rows(path) for path in paths]
+    wanted = slice_rows(entry, rows, sum(counts))
+    parts: list[tuple[str, range | None]] = []
+    first = 0
+    for path, count in zip(paths, counts, strict=True):
         if part := overlap(wanted, first, count):
             parts.append((path, part))
         first += count

@@ -88,7 +88,7 @@ class StreamedRows(Generic[Row_co]):
         with console.show_progress("looking through the files"):
             gathered = multihost.run_on_all_hosts(local_pieces)
         of_files = iter(
-            [FileRange(*fields[:-1], wanted=tuple(fields[-1])) for fields in pieces]
+            [FileRange(*fields)._replace(wanted=tuple(fields[-1])) for fields in pieces]
             for pieces in itertools.chain.from_iterable(gathered)
         )
         self.pieces: list[FileRange] = []

@@ -70,7 +70,7 @@ def _entries(config: ConfigGroup) -> Iterator[str]:
     yield from entries
 
 
-def _with_entries(group: Config, replace: Callable[[str], str]) -> Config:
+def _with_entries(group: Any, replace: Callable[[str], str]) -> Any:
     """A config group whose addresses of files of rows are replaced."""
     changes: dict[str, Any] = {}
     rules = {name: rule for name, rule, _ in field_rules(type(group))}

@@ -11,7 +11,7 @@ import io
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
 import fsspec
@@ -130,6 +130,7 @@ def _bucket_files(address: BucketAddress) -> list[str]:
 
 def _local_files(address: str) -> list[str]:
     path = pathlib.Path(address)
+    below: Iterable[pathlib.Path]
     if path.is_dir():
         below, place = path.rglob("*"), "in this folder"
     elif path.is_file() or not glob.has_magic(address):
