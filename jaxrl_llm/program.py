@@ -16,6 +16,7 @@ from jaxrl_llm import console
 from jaxrl_llm.config import ProcessesConfig
 from jaxrl_llm.errors import EXIT_USER_ERROR, Interrupted, UserError
 from jaxrl_llm.sharding import cluster_detection, multihost
+from jaxrl_llm.storage.address import is_remote
 
 # Libraries whose INFO lines only concern their developers.
 _QUIET_LIBRARIES = ("orbax", "tensorboardX", "xla_bridge")
@@ -151,10 +152,18 @@ _HANDLER = console.LogHandler()
 _HANDLER.addFilter(_is_shown)
 
 
-def enable_compilation_cache(workdir: str | os.PathLike[str]) -> None:
-    """Enables JAX's compilation cache beside `workdir`, unless JAX_COMPILATION_CACHE_DIR is set."""
+def enable_compilation_cache(workdir: str | os.PathLike[str], model: str = "") -> None:
+    """Enables JAX's compilation cache, unless JAX_COMPILATION_CACHE_DIR is set.
+
+    It lies beside `workdir`; of a command that has none ("") beside the folder of the model, or, if
+    that is not on this machine, in `~/.cache/jaxrl_llm`.
+    """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
-    folder = pathlib.Path(workdir).absolute().parent / ".jax_cache"
+    if not workdir and is_remote(model, "model"):
+        home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+        folder = pathlib.Path(home) / "jaxrl_llm" / "jax_cache"
+    else:
+        folder = pathlib.Path(workdir or model).absolute().parent / ".jax_cache"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)

@@ -25,8 +25,10 @@ from jaxrl_llm.models import lora
 from jaxrl_llm.models.hf import checkpoint
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.planning import resolve_sizes
+from jaxrl_llm.planning.model_names import pin_models
 from jaxrl_llm.sampling import policy_sampler
 from jaxrl_llm.sampling.policy_sampler import PolicySampler
+from jaxrl_llm.storage import model_folder
 from jaxrl_llm.types import Weights
 
 DEFAULT_MAX_TOKENS = 4096  # default limit of prompt and answer, if the model allows more
@@ -123,16 +125,16 @@ def policy_from_run(workdir: str | os.PathLike[str], best: bool = False) -> Save
 
 
 def policy_from_model(config: RLConfig) -> SavedPolicy:
-    """The policy of the model folder `config.model.path`, without adapters.
+    """The policy of the model `config.model.path`, by any address, without adapters.
 
     Raises:
       UserError: If the folder cannot be used.
     """
-    config = dataclasses.replace(config, lora=LoraConfig())
+    config = pin_models(dataclasses.replace(config, lora=LoraConfig()))
     models = job_models.make_models(config)
     checkpoint.check(config.model.path, models.policy)
     return SavedPolicy(
-        name=pathlib.Path(config.model.path).resolve().name,
+        name=model_folder.model_name(config.model.path),
         config=config,
         models=models,
         sampler=policy_sampler.make_sampler(config, models, {}),
@@ -142,7 +144,7 @@ def policy_from_model(config: RLConfig) -> SavedPolicy:
 
 
 def sampling_config(path: str, dtype: str = "", tensor: int = 1) -> RLConfig:
-    """A config for sampling from a model folder, with the defaults of a run otherwise.
+    """A config for sampling from a model, by any address, with the defaults of a run otherwise.
 
     `dtype` "" is bfloat16 on accelerators, float32 on CPU. `tensor` is the tensor-parallel size;
     the remaining devices sample other sequences.

@@ -16,6 +16,7 @@ import quick_compiler
 from jax import monitoring
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"  # names are of the stand-in in `hub_server.py`, if of any hub
 os.environ["XLA_FLAGS"] = quick_compiler.flags(8, os.environ.get("XLA_FLAGS", ""))
 
 COMPILED = "JAX_COMPILATION_CACHE_DIR"  # read by jax, here and in every process below this one

@@ -448,9 +448,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             for start in range(begin, last, _CHUNK):
                 length = min(_CHUNK, last - start)
                 data = file.read(length) if file else content[start : start + length]
-                self.wfile.write(data)
-                with self.hub.lock:
+                with self.hub.lock:  # before the client has them and asks
                     self.hub.traffic[self.user].file_bytes += len(data)
+                self.wfile.write(data)
         if last < end:
             self.wfile.flush()
             self.close_connection = True
@@ -580,8 +580,6 @@ def hub_environment(hub: HubServer, home: pathlib.Path, token: str = "") -> dict
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_HUB_DISABLE_UPDATE_CHECK": "1",
-        "NO_PROXY": "127.0.0.1,localhost",
-        "no_proxy": "127.0.0.1,localhost",
     }
 
 
@@ -591,6 +589,8 @@ def use_hub(monkeypatch, hub: HubServer, home: pathlib.Path, token: str = "") ->
     The library reads its environment once, when it is imported; hence its constants are set too.
     """
     from huggingface_hub import constants, utils
+
+    from jaxrl_llm.storage import model_folder
 
     environment = hub_environment(hub, home, token)
     for name, value in environment.items():
@@ -610,6 +610,7 @@ def use_hub(monkeypatch, hub: HubServer, home: pathlib.Path, token: str = "") ->
     for name, value in values.items():
         monkeypatch.setattr(constants, name, value, raising=False)
     utils.disable_progress_bars()
+    model_folder.forget_folders()
 
 
 def set_offline(monkeypatch) -> None:

@@ -27,7 +27,7 @@ def _load(options: EvaluateOptions) -> SavedPolicy:
 
 def main(options: EvaluateOptions) -> None:
     folder = options.workdir or options.model
-    program.enable_compilation_cache(folder)
+    program.enable_compilation_cache(options.workdir, options.model)
     source = _load(options)
     evaluation = dataclasses.replace(
         source.config.evaluation,

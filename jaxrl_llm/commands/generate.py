@@ -34,7 +34,7 @@ def _engine(name: str, of_run: EngineArgs, max_tokens: int, num_samples: int) ->
 
 
 def main(options: GenerateOptions) -> None:
-    program.enable_compilation_cache(options.workdir or options.model)
+    program.enable_compilation_cache(options.workdir, options.model)
     if options.workdir:
         source = saved_policy.policy_from_run(options.workdir)
     else:

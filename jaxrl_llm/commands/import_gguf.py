@@ -9,6 +9,7 @@ from jaxrl_llm.commands.options import ImportOptions
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.models.hf import checkpoint
 from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.storage import model_folder
 
 
 def main(options: ImportOptions) -> None:
@@ -16,7 +17,7 @@ def main(options: ImportOptions) -> None:
     from jaxrl_llm.data import gguf_tokenizer
     from jaxrl_llm.models.hf import gguf_file
 
-    file = gguf_file.open_file(options.file)
+    file = gguf_file.open_file(str(model_folder.local_file(options.file)))
     network = Network(gguf_file.read_architecture(file))
     dtype = np.dtype(jnp.dtype(options.dtype))
     contents = gguf_file.tensor_reader(file, network, dtype)

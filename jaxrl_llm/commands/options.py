@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from jaxrl_llm.config import JobConfig
 from jaxrl_llm.config.placement import ProcessesConfig
-from jaxrl_llm.config.validation import ConfigGroup, File, Folder, Name, Problems, Range
+from jaxrl_llm.config.validation import ConfigGroup, File, Folder, ModelPath, Name, Problems, Range
 
 Natural = Annotated[int, Range("[0, 2147483647]")]
 Positive = Annotated[int, Range("[1, 2147483647]")]
@@ -63,7 +63,7 @@ class EvaluateOptions(JaxOptions):
     module = "evaluate"
 
     workdir: Folder = option("Folder of a run.", "")
-    model: Folder = option("Hugging Face folder, instead of a run.", "")
+    model: ModelPath = option("Hugging Face folder or name (org/name), instead of a run.", "")
     config: JobConfig | None = option("For --model: config with data and rewards.", None)
     samples_per_prompt: int = option("k of mean@k, pass@k and maj@k.", 1)
     temperature: float = option("0: greedy; must be above 0 for k > 1.", 0.0)
@@ -86,7 +86,7 @@ class GenerateOptions(JaxOptions):
     module = "generate"
 
     workdir: Folder = option("Folder of a run.", "")
-    model: Folder = option("Hugging Face folder, instead of a run.", "")
+    model: ModelPath = option("Hugging Face folder or name (org/name), instead of a run.", "")
     prompt: tuple[str, ...] = option("A prompt; may be repeated.", ())
     samples: Positive = option("Samples per prompt.", 1)
     temperature: Temperature = option("0: greedy.", 0.0)
@@ -106,7 +106,7 @@ class ServeOptions(JaxOptions):
 
     module = "serve"
 
-    model: Folder = option("Hugging Face folder.", "")
+    model: ModelPath = option("Hugging Face folder or name (org/name).", "")
     workdir: Folder = option("Folder of a run.", "")
     name: Name = option("Model name for clients; empty: the folder's name.", "")
     host: Name = option("Address to listen on (no access control).", "127.0.0.1")
@@ -133,7 +133,7 @@ class ServeJetstreamOptions(JaxOptions):
 
     module = "serve_jetstream"
 
-    model: Folder = option("Hugging Face folder.", "")
+    model: ModelPath = option("Hugging Face folder or name (org/name).", "")
     workdir: Folder = option("Folder of a run.", "")
     host: Name = option("Address to listen on (no access control).", "127.0.0.1")
     port: Annotated[int, Range("[1, 65535]")] = option("Port to listen on.", 9000)
@@ -187,10 +187,10 @@ class ImportOptions(JaxOptions):
 
     module = "import_gguf"
 
-    file: File = option("GGUF file of a known family.")
+    file: File = option("GGUF file of a known family, or its address.")
     out: Folder = option("Folder to write: new, empty or an earlier export.")
     dtype: Literal["float32", "bfloat16", "float16"] = option("Of the tensors.", "float32")
-    tokenizer: Folder = option("Folder with the tokenizer; empty: that of the file.", "")
+    tokenizer: ModelPath = option("Folder or name of the tokenizer; empty: that of the file.", "")
 
 
 class ControlOptions(Options):

@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
 
 
 def main(options: ServeOptions) -> None:
-    program.enable_compilation_cache(options.model or options.workdir)
+    program.enable_compilation_cache(options.workdir, options.model)
     listener = server.bind_socket(options.host, options.port)
     if options.model:
         source = saved_policy.policy_from_model(

@@ -17,7 +17,7 @@ def main(options: ServeJetstreamOptions) -> None:
     # Imported here so that invalid flags are reported even if JetStream is not installed.
     from jaxrl_llm.serving import jetstream
 
-    program.enable_compilation_cache(options.model or options.workdir)
+    program.enable_compilation_cache(options.workdir, options.model)
     if options.model:
         source = saved_policy.policy_from_model(saved_policy.sampling_config(options.model))
     else:

@@ -1,7 +1,5 @@
 """Runs a training job, or checks it only (`--dry_run`)."""
 
-import os
-
 import jax
 
 import jaxrl_llm
@@ -10,6 +8,7 @@ from jaxrl_llm.commands.options import TrainOptions
 from jaxrl_llm.config import JobConfig, yaml_file
 from jaxrl_llm.config.bridge import to_dict
 from jaxrl_llm.planning import plan_report, resolve_sizes
+from jaxrl_llm.storage import model_folder
 
 
 def _check_fits(config: JobConfig, workdir: str) -> None:
@@ -17,8 +16,8 @@ def _check_fits(config: JobConfig, workdir: str) -> None:
     if not config.learns_from_samples:
         return
     run = config.require_rl()
-    paths = [run.model.path, *run.scorer_paths]
-    if all(not path or os.path.isdir(path) for path in paths):  # a missing one is reported later
+    paths = [path for path in (run.model.path, *run.scorer_paths) if path]
+    if all(model_folder.may_exist(path) for path in paths):  # a missing one is reported later
         resolve_sizes.check_memory(resolve_sizes.resolve(run, workdir), jax.devices())
 
 

@@ -7,7 +7,7 @@ from jaxrl_llm.config.validation import (
     Count,
     Every,
     File,
-    Folder,
+    ModelPath,
     Name,
     Problems,
     Range,
@@ -40,8 +40,11 @@ class VisionConfig(ConfigGroup):
 class ModelConfig(ConfigGroup):
     """The policy network: a Hugging Face folder, or random weights of a given shape."""
 
-    path: Folder = ""  # folder with config.json and safetensors; "": random weights
-    tokenizer: Folder = ""  # folder; "": `path`, or the built-in character tokenizer
+    # Folder, name on the Hugging Face hub (org/name) or another address (docs/addresses.md) with
+    # config.json and safetensors; "": random weights.
+    path: ModelPath = ""
+    # Folder, name or address; "": `path`, or the built-in character tokenizer.
+    tokenizer: ModelPath = ""
     # Texts that are one token each in the built-in tokenizer: what a tiny model need not spell.
     words: tuple[Name, ...] = ()
     chat_template: File = ""  # Jinja template file; "": the template of the tokenizer
@@ -109,7 +112,8 @@ class LoraConfig(ConfigGroup):
     rank: Annotated[int, Range("[0, 65536]", "0: off, all weights of the policy are trained")] = 0
     alpha: Annotated[float, Range("(0, 1000000]")] = 16.0
     targets: tuple[Name, ...] = PROJECTIONS  # projections that get adapters
-    path: Folder = ""  # folder of `peft` with the first adapters; "": they change nothing yet
+    # Folder or repository of `peft` with the first adapters; "": they change nothing yet.
+    path: ModelPath = ""
 
     @property
     def scale(self) -> float:
@@ -179,14 +183,14 @@ class CriticConfig(ConfigGroup):
     """The value network; used by advantages that read `values`, such as `gae`."""
 
     # Hugging Face folder (one-label classifier or causal LM); "": the weights of the policy.
-    path: Folder = ""
+    path: ModelPath = ""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
 
 
 class ReferenceConfig(ConfigGroup):
     """The frozen reference policy of the KL terms, and of direct preference optimization."""
 
-    path: Folder = ""  # "": the weights of the policy at the start
+    path: ModelPath = ""  # "": the weights of the policy at the start
 
 
 class TrainerConfig(ConfigGroup):

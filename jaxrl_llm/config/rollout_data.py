@@ -10,7 +10,7 @@ from jaxrl_llm.config.validation import (
     Coefficient,
     ConfigGroup,
     Every,
-    Folder,
+    ModelPath,
     Name,
     Problems,
     Range,
@@ -280,7 +280,7 @@ class RewardFunctionConfig(ConfigGroup):
 class RewardModelConfig(ConfigGroup):
     """One reward (or cost) model on the mesh and its weight in the score."""
 
-    path: Folder = ""  # Hugging Face one-label classifier; "": trained first, see `preference`
+    path: ModelPath = ""  # Hugging Face one-label classifier; "": trained first, see `preference`
     # Files of preference pairs that a model without a folder learns from; empty: those of the task.
     # Of a cost model, the chosen answer is the one that costs less.
     pairs: tuple[RowFiles, ...] = ()
@@ -343,12 +343,12 @@ class RewardsConfig(ConfigGroup):
 class TeacherConfig(ConfigGroup):
     """A teacher: a frozen language model with the policy's tokenizer."""
 
-    path: Folder = ""
+    path: ModelPath = ""
     data_source: Name = "*"  # rows that it teaches; "*": those that no other one teaches
 
     def rules(self) -> Problems:
         if not self.path:
-            yield "path", "required: the folder of a language model"
+            yield "path", "required: the folder or name of a language model"
 
 
 class DistillationConfig(ConfigGroup):

@@ -1,7 +1,7 @@
 """Images of rows and chats: read, checked, counted in tokens, and preprocessed to patches.
 
 A picture keeps the encoded file and is decoded when its pixels are needed, because the pixels of a
-whole dataset would not fit in memory. Nothing is downloaded.
+whole dataset would not fit in memory. No image is downloaded.
 """
 
 import base64
@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.storage import model_folder
 from jaxrl_llm.types import PromptImage
 
 IMAGES_COLUMN = "images"  # the column of verl's rows
@@ -52,7 +53,10 @@ class ImagePreprocessor:
         try:
             # Never the torchvision backend: its pixels differ.
             processor = AutoImageProcessor.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, backend="pil"
+                str(model_folder.local_folder(folder)),
+                local_files_only=True,
+                trust_remote_code=False,
+                backend="pil",
             )
         except Exception as error:  # the library raises many kinds
             raise DataError(

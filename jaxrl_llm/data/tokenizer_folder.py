@@ -3,7 +3,7 @@
 transformers chooses a class by the folder's settings, and some classes replace the normalizer and
 the splits of tokenizer.json by their own: text becomes other ids than the model was trained with,
 and nothing says so. What is loaded here is compared with the file; where it differs, the class that
-takes the file as it is does it. Nothing is downloaded and no code from a folder is run.
+takes the file as it is does it. No code from a folder is run.
 """
 
 import json
@@ -15,6 +15,7 @@ import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.storage import model_folder
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
@@ -38,15 +39,15 @@ _MAX_PROBED_TOKENS = 64  # special tokens that are probed
 
 
 def load(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder.
+    """The tokenizer of a folder, by any address (`storage/model_folder.py`).
 
     Raises:
       DataError: If there is none, its files contradict each other, it cannot encode ordinary text,
         or has no end-of-sequence token.
     """
-    folder, where = pathlib.Path(path), f"tokenizer {path!r}"
+    folder, where = model_folder.local_folder(path), f"tokenizer {path!r}"
     if not folder.is_dir():
-        remedy = "give a local folder with tokenizer.json (nothing is downloaded)"
+        remedy = "give a folder with tokenizer.json, or a name of the hub: org/name"
         raise DataError(f"{where}: no such folder; {remedy}")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         known = ", ".join(TOKENIZER_FILES)

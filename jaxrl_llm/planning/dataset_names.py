@@ -1,14 +1,12 @@
 """The commits of the datasets that a run reads from the hub, fixed when it starts."""
 
 import contextlib
-import dataclasses
 import logging
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from jaxrl_llm.config.validation import ROW_FILES, ConfigGroup, field_rules
+from jaxrl_llm.config.validation import ConfigGroup, with_row_files
 from jaxrl_llm.config.workdir import load_config
 from jaxrl_llm.data.rows.row_files import pinned_entry
 from jaxrl_llm.errors import ConfigError, UserError
@@ -31,7 +29,7 @@ def pin_datasets(config: Config, workdir: str | os.PathLike[str]) -> Config:
     pinned = multihost.broadcast_from_host0(_pinned_entries(config, workdir))
     if problem := pinned.pop("", ""):
         raise UserError(problem)
-    return _with_entries(config, lambda entry: pinned.get(entry, entry)) if pinned else config
+    return with_row_files(config, lambda key, entry: pinned.get(entry, entry))
 
 
 def _pinned_entries(config: ConfigGroup, workdir: str | os.PathLike[str]) -> dict[str, str]:
@@ -39,12 +37,16 @@ def _pinned_entries(config: ConfigGroup, workdir: str | os.PathLike[str]) -> dic
     if not multihost.is_first():
         return {}
     begun = _begun_entries(workdir)
-    pinned = {}
+    pinned: dict[str, str] = {}
+
+    def pin(key: str, entry: str) -> str:
+        if (other := pinned_entry(entry, begun)) != entry:
+            pinned[entry] = other
+            logger.info("%s: %s is read from %s", key, entry, other)
+        return entry
+
     try:
-        for entry in _entries(config):
-            if (other := pinned_entry(entry, begun)) != entry:
-                pinned[entry] = other
-                logger.info("rows of %s are read from %s", entry, other)
+        with_row_files(config, pin)
     except UserError as error:
         return {"": str(error)}
     return pinned
@@ -52,37 +54,9 @@ def _pinned_entries(config: ConfigGroup, workdir: str | os.PathLike[str]) -> dic
 
 def _begun_entries(workdir: str | os.PathLike[str]) -> tuple[str, ...]:
     """The entries of the run in a folder; none without a run."""
-    if workdir and (pathlib.Path(workdir) / "config.json").exists():
-        with contextlib.suppress(ConfigError):  # reported by `check_workdir`
-            return tuple(_entries(load_config(workdir)))
-    return ()
-
-
-def _entries(config: ConfigGroup) -> Iterator[str]:
-    """All addresses of files of rows in a config."""
-    entries: dict[str, None] = {}
-
-    def note(entry: str) -> str:
-        entries[entry] = None
-        return entry
-
-    _with_entries(config, note)
-    yield from entries
-
-
-def _with_entries(group: Any, replace: Callable[[str], str]) -> Any:
-    """A config group whose addresses of files of rows are replaced."""
-    changes: dict[str, Any] = {}
-    rules = {name: rule for name, rule, _ in field_rules(type(group))}
-    for name, value in vars(group).items():
-        if rules.get(name) == ROW_FILES:
-            changes[name] = tuple(map(replace, value))
-        elif isinstance(value, ConfigGroup):
-            changes[name] = _with_entries(value, replace)
-        elif isinstance(value, Mapping):
-            changes[name] = {
-                key: _with_entries(each, replace) if isinstance(each, ConfigGroup) else each
-                for key, each in value.items()
-            }
-    changed = {name: value for name, value in changes.items() if value != getattr(group, name)}
-    return dataclasses.replace(group, **changed) if changed else group
+    if not workdir or not (pathlib.Path(workdir) / "config.json").exists():
+        return ()
+    entries: dict[str, str] = {}
+    with contextlib.suppress(ConfigError):  # reported by `check_workdir`
+        with_row_files(load_config(workdir), lambda _, entry: entries.setdefault(entry, entry))
+    return tuple(entries)

@@ -14,6 +14,8 @@ from jaxrl_llm.models.architecture import (
 )
 from jaxrl_llm.models.hf import checkpoint, config_reader
 from jaxrl_llm.planning.run_setting import Head, ScoringModel
+from jaxrl_llm.storage.address import LocalAddress, parse_address
+from jaxrl_llm.storage.model_folder import model_name
 
 _LLAMA = {"family": "llama", "norm_eps": 1e-5, "head_size": 128}
 _LLAMA2 = _LLAMA | {"vocab_size": 32_000, "tie_embeddings": False}
@@ -171,26 +173,40 @@ def published_shape(name: str) -> Architecture:
 
     Raises ConfigError if there is none.
     """
-    matches = [published for published in SHAPES if name.lower().startswith(published.lower())]
+    matches = _published_names(name)
     if not matches:
         raise ConfigError(
             f"config.model.path: {name!r} is no folder here and no published model known by name;"
-            f" give a folder with config.json, or one of {', '.join(SHAPES)}"
+            f" give a folder with config.json, org/name of the hub, or one of {', '.join(SHAPES)}"
         )
     return SHAPES[max(matches, key=len)]
 
 
+def _published_names(name: str) -> list[str]:
+    return [published for published in SHAPES if name.lower().startswith(published.lower())]
+
+
 def policy_shape(config: ModelConfig, vocab_size: int) -> Architecture:
-    """The shape of a run's policy: from its folder, by the folder's name, or a random model's.
+    """The shape of a run's policy: from its folder, by its name, or a random model's.
+
+    Of a plain name `org/name` that is known here nothing is read from the hub. A run has the name
+    with its commit (`pin_models`), and reads it.
 
     `vocab_size` is for the random model; a folder or a published model has its own.
     """
     if not config.path:
         return architecture_from_config(config, vocab_size)
-    folder = pathlib.Path(config.path)
-    if folder.is_dir():
-        return checkpoint.read_architecture(folder)
-    return published_shape(folder.name)
+    address = parse_address(config.path, "model")
+    if isinstance(address, LocalAddress):
+        folder = pathlib.Path(address.path)
+        return (
+            checkpoint.read_architecture(folder)
+            if folder.is_dir()
+            else published_shape(folder.name)
+        )
+    if config.path == getattr(address, "repo", "") and _published_names(model_name(config.path)):
+        return published_shape(model_name(config.path))
+    return checkpoint.read_architecture(config.path)
 
 
 def scoring_models(config: RLConfig, policy: Architecture) -> tuple[ScoringModel, ...]:

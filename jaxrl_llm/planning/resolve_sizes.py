@@ -23,6 +23,7 @@ from jaxrl_llm.planning import accelerators, memory_plan, pool_placement, publis
 from jaxrl_llm.planning.accelerators import GIB, Device
 from jaxrl_llm.planning.dataset_names import pin_datasets
 from jaxrl_llm.planning.memory_plan import MemoryPlan
+from jaxrl_llm.planning.model_names import pin_models
 from jaxrl_llm.planning.run_setting import RunSetting, ScoringModel
 from jaxrl_llm.sharding import mesh as mesh_lib
 
@@ -128,9 +129,9 @@ def resolve(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
     """The checked config with all sizes set: those of the run in `workdir`, or planned ones.
 
     So a resumed run repeats it bit for bit. Sizes set in the config win; placement is not changed.
-    Datasets on the hub get their commit the same way (`pin_datasets`).
+    Names on the hub get their commit the same way (`pin_models`, `pin_datasets`).
     """
-    config = pin_datasets(config, workdir)
+    config = pin_datasets(pin_models(config, workdir), workdir)
     requirements.check_functions(config.algorithm)
     for path in config.scorer_paths:
         # report a broken folder before any plan: that would only say that the run does not fit
@@ -185,7 +186,7 @@ def _with_local_choices(config: RLConfig) -> RLConfig:
 
 def resolve_supervised(config: Supervised, workdir: str | os.PathLike[str]) -> Supervised:
     """The config of a supervised job with all sizes and commits set, as `resolve`."""
-    config = pin_datasets(config, workdir)
+    config = pin_datasets(pin_models(config, workdir), workdir)
     config = _with_started_sizes(config, workdir)
     if not _has_open_sizes(config):
         return config

@@ -71,7 +71,7 @@ def resolve_commit(address: HubAddress) -> HubAddress:
             commit = _cached_commit(address) if _is_unreachable(error) else ""
             if not commit:
                 raise
-            if not constants.HF_HUB_OFFLINE:
+            if not is_offline():
                 logger.warning(
                     "%s: the hub cannot be reached (%s); takes commit %s from the cache",
                     address.name, error, commit,
@@ -95,7 +95,7 @@ def list_files(address: HubAddress) -> tuple[HubFile, ...]:
             entries = _retried(lambda: list(_tree(address)), address)
             files = [HubFile(entry.path, entry.size) for entry in entries]
         except Exception as error:
-            folder = _cached_folder(resolve_commit(address)) if _is_unreachable(error) else None
+            folder = cached_folder(resolve_commit(address)) if _is_unreachable(error) else None
             if folder is None:
                 raise
             paths = (path for path in folder.rglob("*") if path.is_file())
@@ -148,9 +148,11 @@ def download(address: HubAddress, paths: Iterable[str]) -> pathlib.Path:
       HubError: If a file is missing, may not be read, or stays unreachable.
     """
     address, names = resolve_commit(address), tuple(paths)
-    cached = _cached_folder(address)
-    if cached is not None and all((cached / name).is_file() for name in names):
+    cached = _cache_folder(address) / "snapshots" / address.commit
+    if all((cached / name).is_file() for name in names):
         return cached
+    if not is_offline():
+        logger.info("downloading %d files of %s", len(names), address.name)
     with _explain_errors(address):
         folder = _retried(
             lambda: huggingface_hub.snapshot_download(
@@ -178,7 +180,7 @@ def read_range(address: HubAddress, path: str, begin: int, end: int) -> bytes:
     url = huggingface_hub.hf_hub_url(
         address.repo, path, repo_type=address.repo_type, revision=address.exact_revision
     )
-    if constants.HF_HUB_OFFLINE:
+    if is_offline():
         raise HubError(f"{address.name}/{path}: HF_HUB_OFFLINE is set; {_OFFLINE_REMEDY}")
 
     def read() -> bytes:
@@ -202,6 +204,11 @@ def read_range(address: HubAddress, path: str, begin: int, end: int) -> bytes:
 
     with _explain_errors(address._replace(path=path)):
         return _retried(read, address)
+
+
+def is_offline() -> bool:
+    """Whether `HF_HUB_OFFLINE` forbids requests."""
+    return bool(constants.HF_HUB_OFFLINE)
 
 
 def _api() -> huggingface_hub.HfApi:
@@ -231,7 +238,8 @@ def _cached_commit(address: HubAddress) -> str:
     return ""
 
 
-def _cached_folder(address: HubAddress) -> pathlib.Path | None:
+def cached_folder(address: HubAddress) -> pathlib.Path | None:
+    """The folder of a repository's commit in the cache, which may lack files; None without one."""
     folder = _cache_folder(address) / "snapshots" / address.commit
     return folder if address.commit and folder.is_dir() else None
 
@@ -349,12 +357,12 @@ def _explanation(address: HubAddress, error: Exception) -> str:
     if status in _BUSY:
         return f"the hub fails ({status}) at each of {len(RETRY_DELAYS_S) + 1} attempts; try later"
     if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes):
-        return f"is not whole in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set;" + (
-            f" {_OFFLINE_REMEDY}"
+        return (
+            f"is not (whole) in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set;"
+            f" {_OFFLINE_REMEDY}; no such local folder either"
         )
     if any(isinstance(cause, errors.LocalEntryNotFoundError) for cause in causes):
-        offline = constants.HF_HUB_OFFLINE
-        remedy = _OFFLINE_REMEDY if offline else "check the network, a proxy and HF_ENDPOINT"
+        remedy = _OFFLINE_REMEDY if is_offline() else "check the network, a proxy and HF_ENDPOINT"
         return f"is not whole in the cache {constants.HF_HUB_CACHE}; {remedy}"
     if _is_connection_error(error):
         return (

@@ -26,6 +26,7 @@ from jaxrl_llm.models.hf import (
     config_reader,
     config_writer,
     folder_writer,
+    parameter_reader,
     quantized_tensors,
     safetensors_file,
     vocabulary,
@@ -36,8 +37,9 @@ from jaxrl_llm.models.hf.quantized_tensors import CheckpointTensor
 from jaxrl_llm.models.hf.safetensors_file import TensorToWrite
 from jaxrl_llm.models.hf.tensor_names import TensorName, is_ignorable, tensor_names
 from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.storage import model_folder
+from jaxrl_llm.storage.model_folder import PathLike
 
-Block = tuple[slice, ...]  # a slice per dim of an array, with start and stop
 # (name, layer, expert) -> the tensor in the layout of the file.
 TensorReader = Callable[[TensorName, int, int], np.ndarray]
 
@@ -45,15 +47,16 @@ _MAX_LISTED = 8
 EMPTY_CONFIG: Mapping[str, Any] = types.MappingProxyType({})
 
 
-def read_architecture(folder: str | pathlib.Path) -> Architecture:
+def read_architecture(folder: PathLike) -> Architecture:
     """Reads the `Architecture` of a folder's config.json; raises CheckpointFormatError."""
     config = config_reader.read_config(folder)
-    return config_reader.architecture_from_config(config, str(pathlib.Path(folder) / "config.json"))
+    path = model_folder.local_folder(folder) / "config.json"
+    return config_reader.architecture_from_config(config, str(path))
 
 
-def multimodal_token_ids(folder: str | pathlib.Path, shape: Architecture) -> tuple[int, ...]:
+def multimodal_token_ids(folder: PathLike, shape: Architecture) -> tuple[int, ...]:
     """The image, video and audio token ids in config.json, also of a model used for text only."""
-    config = config_reader.read_json(pathlib.Path(folder) / "config.json")
+    config = config_reader.read_json(model_folder.local_folder(folder) / "config.json")
     return vocabulary.multimodal_token_ids(config, shape.vocab_size)
 
 
@@ -75,19 +78,21 @@ def check_vocabulary(shape: Architecture, tokenizer: Any) -> None:
         )
 
 
-def check(folder: str | pathlib.Path, network: Network) -> None:
+def check(folder: PathLike, network: Network) -> None:
     """Raises CheckpointFormatError where `load` would, without reading weights."""
-    _check_folder(pathlib.Path(folder), network)
+    _check_folder(folder, network)
 
 
 def load(
-    folder: str | pathlib.Path,
+    folder: PathLike,
     network: Network,
     shardings: Any = None,
     dtype: Any = None,
     subtree: str = "",
 ) -> Params:
-    """The parameters stored in a model folder.
+    """The parameters stored in a model folder, by any address (`storage/model_folder.py`).
+
+    If several processes hold parts of it, each downloads only the bytes of its own part.
 
     A scalar network reads any folder of its family: its head comes from a classifier with one
     label, or is zero if the folder holds a causal language model.
@@ -104,7 +109,7 @@ def load(
         checked before device memory is used.
       NotFiniteError: If a number is NaN or infinite.
     """
-    names, stored, absent = _check_folder(pathlib.Path(folder), network)
+    names, stored, absent = _check_folder(folder, network)
     leaves = traverse_util.flatten_dict(network.abstract_params())
     if shardings is None:
         default_sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -114,15 +119,17 @@ def load(
     dtype = np.dtype(jnp.dtype(dtype or network.param_dtype))
     arrays = {}
     selected = [name for name in names if not subtree or name.path[0] == subtree]
-    for name in console.track(f"loading {folder}", selected):
+    for name in console.track(f"loading {model_folder.location_name(folder)}", selected):
         shape, sharding = leaves[name.path].shape, shardings_by_path[name.path]
         if name.name in absent:
             read_block = functools.partial(_zeros, dtype=dtype)
-            arrays[name.path] = _assemble(shape, sharding, read_block)
+            arrays[name.path] = parameter_reader.assemble(shape, sharding, read_block)
         else:
             tensors = [stored[file] for file in name.file_names]
             param_dtype = np.dtype(np.float32) if name.keep_float32 else dtype
-            arrays[name.path] = read_parameter(name, tensors, param_dtype, shape, sharding)
+            arrays[name.path] = parameter_reader.read_parameter(
+                name, tensors, param_dtype, shape, sharding
+            )
     params = traverse_util.unflatten_dict(arrays)
     stored_name = functools.partial(_nonfinite_tensor_name, names, stored)
     finite.check(params, str(folder), "the folder is damaged, take another copy of it", stored_name)
@@ -144,14 +151,13 @@ def _nonfinite_tensor_name(
     return ""
 
 
-def _check_folder(folder: pathlib.Path, network: Network):
+def _check_folder(folder: PathLike, network: Network):
     """Checks a folder; the network's tensor names, the stored tensors, and the absent ones."""
     config = config_reader.read_config(folder)
-    _check_shape(folder, config, network)
-    source = str(folder / "config.json")
-    stored = quantized_tensors.dequantized_tensors(
-        config, safetensors_file.open_folder(folder), str(folder)
-    )
+    source = str(model_folder.local_folder(folder) / "config.json")
+    _check_shape(source, config, network)
+    files = safetensors_file.open_folder(folder, by_ranges=jax.process_count() > 1)
+    stored = quantized_tensors.dequantized_tensors(config, files, str(folder))
     leaves = traverse_util.flatten_dict(network.abstract_params())
     names = tensor_names(network.shape, network.head)
     _, head = config_reader.family_and_head(config, source)
@@ -160,9 +166,8 @@ def _check_folder(folder: pathlib.Path, network: Network):
     return names, stored, absent
 
 
-def _check_shape(folder: pathlib.Path, config: Mapping[str, Any], network: Network) -> None:
-    path = folder / "config.json"
-    folder_shape = config_reader.architecture_from_config(config, str(path))
+def _check_shape(path: str, config: Mapping[str, Any], network: Network) -> None:
+    folder_shape = config_reader.architecture_from_config(config, path)
     ignored_fields = {"max_positions"} | ({"tie_embeddings"} if network.head == "scalar" else set())
     if network.shape.vision is None:
         ignored_fields.add("vision")  # reads no images
@@ -226,9 +231,7 @@ def _unknown_tensor_problem(name: str, shape: Architecture) -> str:
     return f"{name} is stored, but {rule}; correct it, or remove the tensor"
 
 
-def _check_tied(
-    folder: pathlib.Path, network: Network, stored: Mapping[str, CheckpointTensor]
-) -> None:
+def _check_tied(folder: PathLike, network: Network, stored: Mapping[str, CheckpointTensor]) -> None:
     """Raises CheckpointFormatError if a tied model stores an output projection of its own."""
     head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
     if not network.shape.tie_embeddings or network.head != "lm" or not head or not embedding:
@@ -246,57 +249,8 @@ def _shortened_list(items: Sequence[str]) -> str:
     return "; ".join(items[:_MAX_LISTED]) + more
 
 
-def _zeros(block: Block, dtype: np.dtype) -> np.ndarray:
+def _zeros(block: parameter_reader.Block, dtype: np.dtype) -> np.ndarray:
     return np.zeros([part.stop - part.start for part in block], dtype)
-
-
-def read_parameter(
-    name: TensorName,
-    tensors: Sequence[CheckpointTensor],
-    dtype: np.dtype,
-    shape: tuple[int, ...],
-    sharding: jax.sharding.Sharding,
-) -> jax.Array:
-    """One sharded parameter; `tensors` has one tensor per layer and expert, or a single one."""
-    return _assemble(shape, sharding, functools.partial(_read_block, name, tensors, dtype))
-
-
-def _read_block(
-    name: TensorName, tensors: Sequence[CheckpointTensor], dtype: np.dtype, block: Block
-) -> np.ndarray:
-    """One block of a parameter; reads layers and experts one after the other."""
-    leading, inner = block[: name.num_leading_dims], block[name.num_leading_dims :]
-    out = np.empty([p.stop - p.start for p in block], dtype)
-    for slot in np.ndindex(out.shape[: name.num_leading_dims]):
-        number = 0
-        for i, span, size in zip(slot, leading, (1, name.experts), strict=False):
-            number = number * size + span.start + i
-        tensor = tensors[number]
-        stored_block = tensor.view()[name.stored_slices(inner, tensor.shape)]
-        out[slot] = stored_block.T if name.transposed else stored_block
-    return out
-
-
-def _assemble(
-    shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callable[[Block], np.ndarray]
-) -> jax.Array:
-    """A sharded array; each block is read once for all devices that hold it."""
-    holders = collections.defaultdict(list)
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        assert index is not None  # it is addressable
-        spans = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-        holders[spans].append(device)
-    arrays: list[jax.Array] = []
-    for spans, devices in holders.items():
-        block = read(tuple(slice(*span) for span in spans))
-        copies = [
-            jax.device_put(
-                block, jax.sharding.SingleDeviceSharding(d, memory_kind=sharding.memory_kind)
-            )
-            for d in devices
-        ]
-        arrays += jax.block_until_ready(copies)  # else all blocks would be in host memory at once
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def save(

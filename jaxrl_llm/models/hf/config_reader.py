@@ -19,6 +19,8 @@ from jaxrl_llm.models.hf.families import (
     rope_type,
     yarn_mscale,
 )
+from jaxrl_llm.storage import model_folder
+from jaxrl_llm.storage.model_folder import PathLike
 
 Config = Mapping[str, Any]
 Fields = dict[str, Any]
@@ -91,21 +93,23 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return contents
 
 
-def read_config(folder: str | pathlib.Path) -> dict[str, Any]:
+def read_config(folder: PathLike) -> dict[str, Any]:
     """The contents of a model folder's config.json, reduced to the text model if only that is read.
+
+    The folder may have any address (`storage/model_folder.py`).
 
     Raises:
       CheckpointFormatError: If there is no such folder or no readable config.json in it.
     """
-    folder = pathlib.Path(folder)
-    if not folder.is_dir():
+    address, folder = folder, model_folder.local_folder(folder)
+    if not model_folder.may_exist(address):
         raise CheckpointFormatError(
-            f"{folder}: no such folder; give a local folder with config.json and safetensors. A"
-            " model is not downloaded by its name on Hugging Face:"
-            f" `hf download {folder} --local-dir {folder.name}` makes such a folder"
+            f"{folder}: no such folder; give a folder with config.json and safetensors, or a name"
+            " of the hub: org/name, hf://org/name@revision"
         )
-    if not (folder / "config.json").is_file():
-        raise CheckpointFormatError(f"{folder}: has no config.json; is it a model folder?")
+    if "config.json" not in model_folder.file_names(address):
+        hint = model_folder.offline_hint(address)
+        raise CheckpointFormatError(f"{address}: has no config.json; is it a model folder?{hint}")
     config = read_json(folder / "config.json")
     if "model_type" not in config and "trainer" in config:
         raise CheckpointFormatError(
@@ -144,30 +148,30 @@ def _text_only_config(config: dict[str, Any]) -> dict[str, Any]:
     return {**text, **kept_keys, "architectures": causal_classes, "model_type": family}
 
 
-def eos_token_ids(folder: str | pathlib.Path) -> tuple[int, ...]:
+def eos_token_ids(folder: PathLike) -> tuple[int, ...]:
     """The token ids that end a response: from generation_config.json, else config.json, else ().
 
     Raises:
       CheckpointFormatError: If the folder or a readable config.json is missing, or an end token is
         outside the vocabulary.
     """
-    folder = pathlib.Path(folder)
     config = read_config(folder)
+    local = model_folder.local_folder(folder)
     for name, values in (
         ("generation_config.json", generation_config(folder)),
         (_CONFIG_FILE, config),
     ):
         if (ids := values.get("eos_token_id")) is not None:
-            location, vocab_size = f"{folder / name}: eos_token_id", config.get("vocab_size")
+            location, vocab_size = f"{local / name}: eos_token_id", config.get("vocab_size")
             return _validated_token_ids(
                 ids, location, vocab_size if isinstance(vocab_size, int) else 2**31
             )
     return ()
 
 
-def generation_config(folder: str | pathlib.Path) -> dict[str, Any]:
+def generation_config(folder: PathLike) -> dict[str, Any]:
     """The contents of a model folder's generation_config.json; empty without one."""
-    path = pathlib.Path(folder) / "generation_config.json"
+    path = model_folder.local_folder(folder) / "generation_config.json"
     return read_json(path) if path.is_file() else {}
 
 

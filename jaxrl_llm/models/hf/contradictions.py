@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrl_llm.models.hf.families import FAMILIES, rope_type
@@ -180,12 +181,19 @@ def _is_equal(value: Any, other: Any) -> bool:
 
 
 def is_tied(embedding: CheckpointTensor, head: CheckpointTensor) -> bool:
-    """Whether a stored output projection equals the embedding; stops at the first difference."""
+    """Whether a stored output projection equals the embedding; stops at the first difference.
+
+    Of remote files each process compares a part, so that together they read both once.
+    """
     if embedding.shape != head.shape:
         return False
     rows = max(1, COMPARE_BLOCK_BYTES // max(1, 4 * math.prod(embedding.shape[1:])))
-    for start in range(0, embedding.shape[0], rows):
-        block = (slice(start, min(start + rows, embedding.shape[0])), slice(0, embedding.shape[1]))
+    begin, end = 0, embedding.shape[0]
+    if embedding.is_remote:
+        process, count = jax.process_index(), jax.process_count()
+        begin, end = end * process // count, end * (process + 1) // count
+    for start in range(begin, end, rows):
+        block = (slice(start, min(start + rows, end)), slice(0, embedding.shape[1]))
         embedding_rows, head_rows = (
             np.asarray(tensor.view()[block], np.float32) for tensor in (embedding, head)
         )

@@ -5,15 +5,24 @@ import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 from flax import traverse_util
 
 from jaxrl_llm.models import finite
-from jaxrl_llm.models.hf import checkpoint, config_reader, folder_writer, safetensors_file
+from jaxrl_llm.models.hf import (
+    config_reader,
+    folder_writer,
+    parameter_reader,
+    safetensors_file,
+)
 from jaxrl_llm.models.hf.config_reader import CheckpointFormatError
 from jaxrl_llm.models.hf.safetensors_file import TensorToWrite
 from jaxrl_llm.models.hf.tensor_names import TensorName, tensor_names
 from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.storage import model_folder
+from jaxrl_llm.storage.address import HubAddress, parse_address
+from jaxrl_llm.storage.model_folder import PathLike
 
 _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # the full head of a scalar network
@@ -40,8 +49,8 @@ def save(
 ) -> None:
     """Writes the adapters of a network with `folder_writer.write_model_folder`.
 
-    `base_model` is the folder of the frozen weights to name in the file; "" names none. The head
-    of a scalar network is saved in full.
+    `base_model` is the address of the frozen weights to name in the file, a repository of the hub
+    with its commit; "" names none. The head of a scalar network is saved in full.
 
     Raises:
       CheckpointFormatError: If the folder holds something other than an earlier export, or experts
@@ -76,7 +85,7 @@ def save(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if score is None else "SEQ_CLS",
         "modules_to_save": None if score is None else ["score"],
-        "base_model_name_or_path": base_model or None,
+        **_base_model_settings(base_model),
         "r": network.lora.rank,
         "lora_alpha": network.lora.alpha,
         "target_modules": sorted({name.name.split(".")[-3] for name in names}),
@@ -88,6 +97,17 @@ def save(
     folder_writer.write_model_folder(
         folder, {_WEIGHTS_FILE: list(tensors())}, {_CONFIG_FILE: config}
     )
+
+
+def _base_model_settings(base_model: str) -> dict[str, str | None]:
+    """The entries that tell peft where the frozen weights are."""
+    if not base_model:
+        return {"base_model_name_or_path": None}
+    address = parse_address(base_model, "model")
+    if isinstance(address, HubAddress) and not address.path:
+        revision = address.exact_revision
+        return {"base_model_name_or_path": address.repo, "revision": revision}
+    return {"base_model_name_or_path": address.text}
 
 
 def _adapter_names(network: Network, paths: Iterable[tuple[str, ...]]) -> list[TensorName]:
@@ -102,12 +122,12 @@ def _adapter_names(network: Network, paths: Iterable[tuple[str, ...]]) -> list[T
     return names
 
 
-def check(folder: str | pathlib.Path, network: Network) -> None:
+def check(folder: PathLike, network: Network) -> None:
     """Raises CheckpointFormatError where `load` would, without reading weights."""
-    _check_folder(pathlib.Path(folder), network)
+    _check_folder(folder, network)
 
 
-def load(folder: str | pathlib.Path, network: Network, shardings: Any) -> Params:
+def load(folder: PathLike, network: Network, shardings: Any) -> Params:
     """The adapters in a folder, bit for bit as `save` wrote them.
 
     Includes the head of a scalar network if the folder has one.
@@ -117,13 +137,13 @@ def load(folder: str | pathlib.Path, network: Network, shardings: Any) -> Params
         or are of a variant with other arithmetic.
       NotFiniteError: If a number is NaN or infinite.
     """
-    names, stored = _check_folder(pathlib.Path(folder), network)
+    names, stored = _check_folder(folder, network)
     leaves, shardings_by_path = _abstract_leaves(network), traverse_util.flatten_dict(shardings)
     arrays = {}
     for name in names:
         tensors = [stored[file] for file in name.file_names]
         leaf = leaves[name.path]
-        arrays[name.path] = checkpoint.read_parameter(
+        arrays[name.path] = parameter_reader.read_parameter(
             name, tensors, np.dtype(leaf.dtype), leaf.shape, shardings_by_path[name.path]
         )
     adapters = traverse_util.unflatten_dict(arrays)
@@ -139,8 +159,9 @@ def _abstract_leaves(network: Network) -> dict[tuple[str, ...], Any]:
     return leaves
 
 
-def _check_folder(folder: pathlib.Path, network: Network):
+def _check_folder(address: PathLike, network: Network):
     """Checks a folder; the names of its adapters and the stored tensors."""
+    folder = model_folder.local_folder(address)
     config = config_reader.read_json(folder / _CONFIG_FILE)
     expected_settings = {
         "peft_type": "LORA",
@@ -165,7 +186,12 @@ def _check_folder(folder: pathlib.Path, network: Network):
         problem = f"{key} is {value!r:.100}; only plain adapters are implemented"
         remedy = "convert them with peft, or leave the key out if it changes nothing"
         raise CheckpointFormatError(f"{folder / _CONFIG_FILE}: {problem}; {remedy}")
-    stored = safetensors_file.read_header(folder / _WEIGHTS_FILE)[0]
+    if _WEIGHTS_FILE not in model_folder.file_names(address):
+        hint = model_folder.offline_hint(address)
+        raise CheckpointFormatError(f"{folder / _WEIGHTS_FILE}: no such file{hint}")
+    by_ranges = jax.process_count() > 1
+    files = model_folder.weight_files(address, [_WEIGHTS_FILE], by_ranges)
+    stored = safetensors_file.read_header(files[_WEIGHTS_FILE])[0]
     leaves = _abstract_leaves(network)
     names = _adapter_names(network, (path for path in leaves if path != _SCORE_NAME.path))
     expected = {file: leaves[name.path].shape[:0:-1] for name in names for file in name.file_names}

@@ -5,7 +5,6 @@ read.
 """
 
 import dataclasses
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from jaxrl_llm.models.hf.families import CheckpointFormatError
 from jaxrl_llm.models.hf.safetensors_file import StoredTensor
+from jaxrl_llm.storage.model_folder import WeightFile
 
 _MXFP4_GROUP = 32  # numbers per scale
 _EXPONENT_BIAS = 127  # of the MXFP4 scales, which are powers of two
@@ -33,8 +33,12 @@ class Mxfp4Tensor:
     dtype_code = "MXFP4"
 
     @property
-    def file(self) -> pathlib.Path:
+    def file(self) -> WeightFile:
         return self.blocks.file
+
+    @property
+    def is_remote(self) -> bool:
+        return self.blocks.is_remote
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,8 +73,12 @@ class Fp8Tensor:
     dtype_code = "F8_E4M3"
 
     @property
-    def file(self) -> pathlib.Path:
+    def file(self) -> WeightFile:
         return self.values.file
+
+    @property
+    def is_remote(self) -> bool:
+        return self.values.is_remote
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import safetensors.numpy
 import transformers
 
 from jaxrl_llm.config import MeshConfig
-from jaxrl_llm.models.hf import checkpoint, config_reader, safetensors_file
+from jaxrl_llm.models.hf import checkpoint, config_reader, parameter_reader, safetensors_file
 from jaxrl_llm.models.hf.config_reader import CheckpointFormatError
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.sharding.mesh import TRAIN, make_mesh, shardings
@@ -176,14 +176,14 @@ def test_a_shard_is_read_once_and_alone(tmp_path, monkeypatch):
     hf_checkpoints.make(tmp_path, "qwen2")
     network = Network(checkpoint.read_architecture(tmp_path))
     blocks = []
-    read_block = checkpoint._read_block
+    read_block = parameter_reader._read_block
 
     def counted(name, tensors, dtype, block):
         array = read_block(name, tensors, dtype, block)
         blocks.append((name.path, array.size))
         return array
 
-    monkeypatch.setattr(checkpoint, "_read_block", counted)
+    monkeypatch.setattr(parameter_reader, "_read_block", counted)
     params = checkpoint.load(tmp_path, network, mesh_shardings(network, data=2, fsdp=2, tensor=2))
     total = sum(x.size for x in jax.tree.leaves(params))
     assert sum(size for _, size in blocks) == total
@@ -228,7 +228,7 @@ def edited_tensors(folder, edit):
 def test_faults_of_weights_are_named(tmp_path, monkeypatch):
     hf_checkpoints.make(tmp_path, "llama", "scalar")
     network = Network(checkpoint.read_architecture(tmp_path), "scalar")
-    monkeypatch.setattr(checkpoint, "_assemble", lambda *_: pytest.fail("touched a device"))
+    monkeypatch.setattr(parameter_reader, "assemble", lambda *_: pytest.fail("touched a device"))
 
     def refused(*messages, network=network):
         with pytest.raises(CheckpointFormatError) as error:
@@ -267,7 +267,7 @@ def test_faults_of_weights_are_named(tmp_path, monkeypatch):
     refused("only pytorch_model.bin; pickled weights can run code and are never read")
     (tmp_path / "pytorch_model.bin").unlink()
     refused("has neither model.safetensors nor model.safetensors.index.json")
-    with pytest.raises(CheckpointFormatError, match="no such folder; give a local folder"):
+    with pytest.raises(CheckpointFormatError, match="no such folder; give a folder"):
         checkpoint.load(tmp_path / "Qwen" / "Qwen3-8B", network)
 
 

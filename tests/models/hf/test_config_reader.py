@@ -8,6 +8,7 @@ import pytest
 from jaxrl_llm.models.architecture import Architecture, RopeScaling
 from jaxrl_llm.models.hf import config_reader, config_writer
 from jaxrl_llm.models.hf.config_reader import CheckpointFormatError
+from jaxrl_llm.storage.hub import HubError
 
 LLAMA = {
     "model_type": "llama",
@@ -149,7 +150,9 @@ def test_unwritable_shapes_are_refused():
 
 
 def test_a_folder_of_something_else_is_told(tmp_path):
-    with pytest.raises(CheckpointFormatError, match="`hf download Qwen/Qwen3-8B --local-dir Qwen3"):
+    with pytest.raises(CheckpointFormatError, match="or a name of the hub: org/name"):
+        config_reader.read_config("Qwen3-8B")
+    with pytest.raises(HubError, match=r"HF_HUB_OFFLINE is set; .*no such local folder"):
         config_reader.read_config("Qwen/Qwen3-8B")
     (tmp_path / "config.json").write_text('{"trainer": {"num_steps": 1}}')
     with pytest.raises(CheckpointFormatError, match=r"the folder of a run, .* give it as"):
