@@ -159,7 +159,7 @@ def _near_files(path: pathlib.Path) -> str:
 def open_file(path: str) -> Iterator[IO[bytes]]:
     """Opens a file for reading, without its compression; a compressed one cannot seek."""
     codec = file_format(path).codec
-    with _remote_errors(path), _opened(path) as file:
+    with _remote_errors(path), _binary_file(path) as file:
         if not codec:
             yield file
             return
@@ -170,14 +170,14 @@ def open_file(path: str) -> Iterator[IO[bytes]]:
 @contextlib.contextmanager
 def open_parquet(path: str) -> Iterator[parquet.ParquetFile]:
     """Opens a parquet file; of one in a bucket only the parts that are asked for are read."""
-    with _remote_errors(path), _opened(path) as file:
+    with _remote_errors(path), _binary_file(path) as file:
         # By its name Arrow reads a local file without Python.
         source = file.name if isinstance(file, io.BufferedReader) else file
         with parquet.ParquetFile(source) as table:
             yield table
 
 
-def _opened(path: str) -> Any:
+def _binary_file(path: str) -> Any:
     """The file behind an address, which may seek."""
     location = LocalAddress(path) if os.path.exists(path) else parse_address(path)
     if isinstance(location, BucketAddress):

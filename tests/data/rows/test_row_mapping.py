@@ -1,6 +1,8 @@
 """Rows of published datasets, read by their presets and by columns, and what is refused."""
 
 import json
+import os
+import pathlib
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,8 @@ from jaxrl_llm.data.chat.formats import sft_dialogue
 from jaxrl_llm.data.datasets import pair_of_dialogues
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.rows.row_mapping import example_columns, pair_columns, prompt_columns
-from jaxrl_llm.data.tasks import prompt_row
+from jaxrl_llm.data.tasks import prompt_row, task_rows
+from jaxrl_llm.rewards.functions import gsm8k
 
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -52,6 +55,27 @@ def test_published_layouts(name):
 
 def test_every_preset_has_its_layout():
     assert [name for name in PRESETS if name != "none"] == list(LAYOUTS)
+
+
+GSM8K = pathlib.Path(
+    os.environ.get("JAXRL_GSM8K", pathlib.Path(__file__).parents[4] / "shared" / "data" / "gsm8k")
+)
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="needs the folder of GSM8K beside the repository")
+@pytest.mark.parametrize(
+    ("split", "count"), [pytest.param("train", 7473, marks=pytest.mark.slow), ("eval", 1319)]
+)
+def test_all_of_gsm8k_is_read(split, count):
+    files = {"train_files": (f"{GSM8K}/train.jsonl",), "eval_files": (f"{GSM8K}/test.jsonl",)}
+    rows = task_rows(config(preset="gsm8k", **files), split, 0)
+    of_task = task_rows(DataConfig(task="gsm8k", **files), split, 0)
+    assert len(rows) == len(of_task) == count
+    for row, other in zip(rows, of_task, strict=True):
+        assert row["prompt"] == other["prompt"] and row["data_source"] == other["data_source"]
+        truth, worked = row["reward_model"]["ground_truth"], row["extra_info"]["answer"]
+        assert truth.replace(",", "") == other["reward_model"]["ground_truth"]
+        assert gsm8k("", worked, truth, {})["score"] == 1.0
 
 
 def test_presets_serve_several_jobs():
