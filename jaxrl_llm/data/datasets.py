@@ -30,7 +30,8 @@ from jaxrl_llm.data.images import (
     with_images,
 )
 from jaxrl_llm.data.mixtures import MixtureSchedule
-from jaxrl_llm.data.row_report import RowReport
+from jaxrl_llm.data.rows.row_mapping import example_columns, pair_columns
+from jaxrl_llm.data.rows.row_report import RowReport
 from jaxrl_llm.data.streaming import MakeSequences, StreamedRows
 from jaxrl_llm.data.streams import MixedRows, Rows, max_size, streamed_parts
 from jaxrl_llm.data.tasks import (
@@ -419,6 +420,7 @@ def _examples_of_row(
     where: str,
     index: int,
 ) -> tuple[Example, ...]:
+    row = example_columns(config, row, where)
     dialogue = sft_dialogue(row, where, config.prompt_column, role_aliases(config.role_aliases))
     checked = {"prompt": dialogue.messages, "images": row.get("images")}
     checked = with_images(checked, image_processor, where)
@@ -470,6 +472,15 @@ def check_shown(config: DataConfig, tokenizer: PreTrainedTokenizerBase, dialogue
         raise DataError(f"{dialogue.where}: {error}") from error
 
 
+def pair_of_dialogues(config: DataConfig, row: Row, where: str) -> tuple[Dialogue, Dialogue]:
+    """The dialogues of `chosen` and `rejected` of a row; raises DataError if it is no pair."""
+    row = pair_columns(config, row, where)
+    roles = role_aliases(config.role_aliases)
+    both = preference_dialogues(row, where, config.prompt_column, roles)
+    refuse_pairs(row, [*both[0].messages, *both[1].messages], where)
+    return both
+
+
 def _pair_of_row(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -479,8 +490,7 @@ def _pair_of_row(
     where: str,
     index: int,
 ) -> tuple[PreferencePair, ...]:
-    both = preference_dialogues(row, where, config.prompt_column, role_aliases(config.role_aliases))
-    refuse_pairs(row, [*both[0].messages, *both[1].messages], where)
+    both = pair_of_dialogues(config, row, where)
     for dialogue in both:
         check_shown(config, tokenizer, dialogue)
     sequences, num_rewritten = [], 0

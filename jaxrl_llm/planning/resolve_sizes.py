@@ -20,6 +20,7 @@ from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.hf import config_reader
 from jaxrl_llm.planning import accelerators, memory_plan, pool_placement, published_shapes
 from jaxrl_llm.planning.accelerators import GIB, Device
+from jaxrl_llm.planning.dataset_names import pin_datasets
 from jaxrl_llm.planning.memory_plan import MemoryPlan
 from jaxrl_llm.planning.model_names import pin_models
 from jaxrl_llm.planning.run_setting import RunSetting, ScoringModel
@@ -129,9 +130,9 @@ def resolve(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
 
     So a resumed run repeats it bit for bit. Sizes set in the config win; placement is not changed.
     Hyperparameters that the policy loss leaves open are set to their defaults, and names on the
-    hub get their commit (`pin_models`).
+    hub get their commit (`pin_models`, `pin_datasets`).
     """
-    config = pin_models(config, workdir)
+    config = pin_datasets(pin_models(config, workdir), workdir)
     requirements.check_functions(config.algorithm)
     algorithm = requirements.with_loss_defaults(config.algorithm)
     config = dataclasses.replace(config, algorithm=algorithm)
@@ -188,7 +189,7 @@ def _with_local_choices(config: RLConfig) -> RLConfig:
 
 def resolve_supervised(config: Supervised, workdir: str | os.PathLike[str]) -> Supervised:
     """The config of a supervised job with all sizes and commits set, as `resolve`."""
-    config = pin_models(config, workdir)
+    config = pin_datasets(pin_models(config, workdir), workdir)
     config = _with_started_sizes(config, workdir)
     if not _has_open_sizes(config):
         return config

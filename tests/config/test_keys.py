@@ -79,6 +79,7 @@ HELD_OUT = {"evaluation.functions": {"NAME": {"function": "arithmetic"}}}
 WARM = {"warm_start.num_steps": 2}
 FILES = {"data.task": "files", "data.train_files": ("a.jsonl",), "data.eval_files": ("b.jsonl",)}
 READ = FILES | {"data.train_files": ("FILE",)}
+BOTH = READ | {"data.eval_files": ("FILE",)}
 MIXTURE = {
     "data.task": "files",
     "data.train_files": ("PROMPTS", "FILE"),
@@ -110,6 +111,22 @@ DATA = {
         probe.prompts,
         "question",
         READ | {"data.eval_files": ("FILE",)},
+    ),
+    "config.data.preset": (probe.prompts, "alpaca", BOTH),
+    "config.data.columns": (probe.prompts, {"prompt": "question"}, BOTH),
+    "config.data.prompt_template": (probe.prompts, "{question}", BOTH),
+    "config.data.system_prompt": (probe.prompts, "Count.", BOTH),
+    "config.data.answer_pattern": (
+        probe.prompts,
+        "(3)",
+        BOTH | {"data.columns": {"answer": "completion"}},
+    ),
+    "config.data.extra_columns": (probe.prompts, ("question",), BOTH),
+    "config.data.transcript_roles": (probe.prompts, ("Human:user",), BOTH),
+    "config.data.data_source": (
+        probe.prompts,
+        "named",
+        BOTH | {"data.train_files": ("BARE",)},
     ),
     "config.data.role_aliases": (
         probe.prompts,
@@ -357,6 +374,11 @@ RL = {
     "config.rewards.functions.NAME.data_source": (probe.scores, "elsewhere"),
     "config.rewards.models.NAME.path": (probe.networks, "none", JUDGE),
     "config.rewards.models.NAME.pairs": (probe.pairs, ("FILE",), JUDGE),
+    "config.rewards.models.NAME.pairs_preset": (
+        probe.pairs,
+        "hh_rlhf",
+        {**JUDGE, "rewards.models": {"NAME": {"pairs": ("FILE",)}}},
+    ),
     "config.rewards.models.NAME.weight": (probe.scores, 3.0, JUDGE),
     "config.rewards.models.NAME.data_source": (
         probe.scores,
@@ -368,6 +390,11 @@ RL = {
     "config.rewards.cost_functions.NAME.data_source": (probe.scores, "elsewhere", COSTS),
     "config.rewards.cost_models.NAME.path": (probe.networks, "none", COST),
     "config.rewards.cost_models.NAME.pairs": (probe.pairs, ("FILE",), COST),
+    "config.rewards.cost_models.NAME.pairs_preset": (
+        probe.pairs,
+        "hh_rlhf",
+        {**COST, "rewards.cost_models": {"NAME": {"pairs": ("FILE",)}}},
+    ),
     "config.rewards.cost_models.NAME.weight": (probe.scores, 3.0, COST),
     "config.rewards.cost_models.NAME.data_source": (probe.scores, "elsewhere", COST),
     "config.distillation.teachers.NAME.path": (probe.networks, "none", TAUGHT),
@@ -492,8 +519,11 @@ def through_rl(part):
 
 
 SAMPLING = ("config.rollout.", "config.evaluation.", "config.mesh.rollout")
+# Of rows that are answered and scored.
+SCORED = tuple(f"config.data.{name}" for name in ("answer_pattern", "extra_columns", "data_source"))
 POLICY = {
     **SUPERVISED,
+    **{key: (through_rl(part), *rest) for key, (part, *rest) in DATA.items() if key in SCORED},
     **{
         key: (through_rl(part), *rest)
         for key, (part, *rest) in RL.items()
@@ -526,7 +556,9 @@ def places(tmp_path_factory):
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     rows = [{"data_source": "all", "prompt": f"{i}+1=", **answers} for i in range(20)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "bare.jsonl").write_text(json.dumps({"prompt": "1+1=", **answers}) + "\n")
     return {
+        "BARE": str(folder / "bare.jsonl"),
         "FILE": str(folder / "rows.jsonl"),
         "PROMPTS": str(folder / "prompts.jsonl"),
         "FOLDER": str(folder),

@@ -168,7 +168,7 @@ def test_a_missing_column_is_named(key):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.csv", b"x", "unsupported suffix '.csv'; known: .json, .jsonl, .parquet"),
+        ("a.txt", b"x", "unsupported suffix '.txt'; known: .csv, .json, .jsonl, .parquet"),
         ("a.jsonl", None, "a.jsonl: no such file"),
         ("a.parquet", None, "a.parquet: no such file"),
         ("a.jsonl", b"", "a.jsonl: no rows in this file"),

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from jaxrl_llm.data import row_json
 from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.rows import row_json
 from jaxrl_llm.types import Example, PreferencePair, Prompt, PromptImage
 
 EXAMPLE = Example((1, 2, 3), (False, True, True))
