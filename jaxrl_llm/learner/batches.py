@@ -36,19 +36,19 @@ class BatchKind(NamedTuple):
 class ShapeMemo:
     """The largest sizes of a run's batches so far; later batches get them too."""
 
-    # 1 if `Packer.fix_shapes` has fixed the shapes for this number of shards
+    # 1 if `Packer.fix_shapes` has fixed the shapes for this number of shards.
     fixed: dict[int, int] = dataclasses.field(default_factory=dict)
-    shared_width: dict[BatchKind, int] = dataclasses.field(default_factory=dict)  # 0: none shared
-    rows: dict[BatchKind, int] = dataclasses.field(default_factory=dict)  # of a single microbatch
-    several_rows: dict[BatchKind, int] = dataclasses.field(
-        default_factory=dict
-    )  # of each of several
-    microbatches: dict[int, int] = dataclasses.field(default_factory=dict)  # by num_sequences
-    slots: dict[tuple[int, int], int] = dataclasses.field(
-        default_factory=dict
-    )  # by num_sequences, rows
-    scored_eighths: dict[int, int] = dataclasses.field(default_factory=dict)  # of a row, by width
-    key_blocks: dict[int, int] = dataclasses.field(default_factory=dict)  # by width of a row
+    # Width of rows with shared prefixes, by the width of those without; 0: sharing does not pay.
+    shared_width: dict[BatchKind, int] = dataclasses.field(default_factory=dict)
+    # Rows of a microbatch: of a batch that fits into one, and of each of several.
+    rows: dict[BatchKind, int] = dataclasses.field(default_factory=dict)
+    several_rows: dict[BatchKind, int] = dataclasses.field(default_factory=dict)
+    # Microbatches by num_sequences; sequences of a microbatch by num_sequences and its rows.
+    microbatches: dict[int, int] = dataclasses.field(default_factory=dict)
+    slots: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+    # By the width of a row: eighths of it that the head computes, blocks of keys of a query.
+    scored_eighths: dict[int, int] = dataclasses.field(default_factory=dict)
+    key_blocks: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def grow_scored(self, width: int, eighths: int) -> int:
         """The most eighths of a row of this width that were scored so far."""

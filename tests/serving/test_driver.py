@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from serving_engine import CountingEngine
 
-from jaxrl_llm.rollout.engine.compiled_programs import Program
+from jaxrl_llm.rollout.engine.aot_programs import Program
 from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
 from jaxrl_llm.serving.driver import Driver, RequestRejected
 
@@ -225,7 +225,7 @@ def test_programs_are_compiled_while_no_request_is_there(make, caplog):
     engine, may_compile, compiled = CountingEngine(), threading.Event(), []
 
     def program(i):
-        def call(params, state):
+        def call(calls, params, state):
             assert may_compile.wait(30)
             compiled.append((i, engine.num_steps))
 
@@ -248,7 +248,7 @@ def test_programs_are_compiled_while_no_request_is_there(make, caplog):
 def test_a_driver_that_stops_compiles_no_more(make):
     reached, may_compile = threading.Event(), threading.Event()
 
-    def call(params, state):
+    def call(calls, params, state):
         reached.set()
         assert may_compile.wait(30)
 

@@ -85,8 +85,8 @@ class Program(NamedTuple):
     """An idle call of certain shapes."""
 
     name: str
-    order: tuple[int, ...]  # the smallest first
     idle_call: Callable[[IdleCalls, Params, DecodeState], Any]
+    order: tuple[int, ...] = ()  # the smallest first
 
 
 def _prefill_programs(
@@ -95,10 +95,10 @@ def _prefill_programs(
     return [
         Program(
             f"prefill of {rows} x {width} tokens{_suffix(all(filters))}",
-            (jitted.slot_counts[0], width, 0, rows),
             functools.partial(
                 IdleCalls.prefill_and_insert, rows=rows, width=width, filters=filters
             ),
+            (jitted.slot_counts[0], width, 0, rows),
         )
         for rows, width in shapes
     ]
@@ -108,10 +108,10 @@ def _decode_programs(jitted: EnginePrograms, filters: Sequence[bool]) -> list[Pr
     return [
         Program(
             f"decoding of {slots} slots x {window} tokens{_suffix(filtered)}",
-            (slots, window, 1, 0),
             functools.partial(
                 IdleCalls.generate, num_slots=slots, window=window, filtered=filtered
             ),
+            (slots, window, 1, 0),
         )
         for filtered in filters
         for slots, window in itertools.product(jitted.slot_counts, jitted.windows)
@@ -123,7 +123,6 @@ def _chunked_prefill_programs(jitted: EnginePrograms, filters: Sequence[bool]) -
     return [
         Program(
             f"reading {width} tokens after {window} in {rows} slots{_suffix(filtered)}",
-            (rows, window, 2, width),
             functools.partial(
                 IdleCalls.extend, rows=rows, width=width, window=window, filtered=filtered
             ),
@@ -133,7 +132,7 @@ def _chunked_prefill_programs(jitted: EnginePrograms, filters: Sequence[bool]) -
     ]
 
 
-_MOVE_PROGRAM = Program("moving samples", (0,), IdleCalls.move_and_release)
+_MOVE_PROGRAM = Program("moving samples", IdleCalls.move_and_release)
 
 
 def _suffix(filtered: bool) -> str:
