@@ -333,6 +333,6 @@ def _candidate_meshes(plan: MemoryPlan, count: int) -> Iterator[Changes]:
         for split in splits:
             sizes = dict.fromkeys(AXES, 1) | split
             if sizes != current or rollout != config.mesh.rollout:
-                changes = {f"mesh.{axis}": size for axis, size in sizes.items()}
+                changes: Changes = {f"mesh.{axis}": size for axis, size in sizes.items()}
                 changes["mesh.rollout"] = rollout
                 yield {k: v for k, v in changes.items() if getattr(config.mesh, k[5:]) != v}

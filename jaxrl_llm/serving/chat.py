@@ -283,7 +283,7 @@ class ChatBody(Body):
         if served.chat_template and not served.tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template; use /v1/completions")
         messages, tools = _template_messages(self.messages), self._template_tools
-        images = _load_images(served, self.messages)
+        images: Sequence[PromptImage] = _load_images(served, self.messages)
         if tools and not (served.chat_template and served.call_format):
             message = "tools: the chat template of this model has no known tool-call format"
             raise ApiError(400, f"{message}; leave them out", param="tools")

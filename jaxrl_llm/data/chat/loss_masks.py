@@ -201,8 +201,8 @@ def _with_ends(
             if not mark:
                 raise DataError(
                     f"the chat template writes nothing at the end of message {number + 1}, so no"
-                    " sample would learn to stop; set data.rewritten_turns='split', which ends each turn"
-                    " with the end token, or model.chat_template to another template"
+                    " sample would learn to stop; set data.rewritten_turns='split', which ends each"
+                    " turn with the end token, or model.chat_template to another template"
                 )
             spans.append((end, end + len(mark)))
     ends = _tokens_in_spans(tokenizer, text + appended, spans)
