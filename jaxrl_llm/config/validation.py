@@ -155,7 +155,8 @@ def _with_texts(
 ) -> Group:
     """A config group whose texts of a kind are replaced, in itself and the groups below it."""
     changes: dict[str, Any] = {}
-    rules = {name: rule for name, rule, _ in field_rules(type(group))}
+    dataclass: Any = group
+    rules = {name: rule for name, rule, _ in field_rules(type(dataclass))}
     for name, value in vars(group).items():
         key = f"{path}.{name}"
         if rules.get(name) == kind and isinstance(value, tuple):
@@ -172,7 +173,7 @@ def _with_texts(
                 for entry, each in value.items()
             }
     changed = {name: value for name, value in changes.items() if value != getattr(group, name)}
-    return dataclasses.replace(group, **changed) if changed else group
+    return dataclasses.replace(dataclass, **changed) if changed else group
 
 
 @functools.cache

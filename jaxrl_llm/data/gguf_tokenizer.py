@@ -188,7 +188,8 @@ def to_fields(tokenizer: Any, vocab_size: int, end_token_ids: Sequence[int] = ()
         **_special_ids(tokenizer, end_token_ids, where),
     }
     if not is_byte_level:
-        pieces = tokenizer.convert_ids_to_tokens(backend.encode("a", add_special_tokens=False).ids)
+        encoding: Any = backend
+        pieces = tokenizer.convert_ids_to_tokens(encoding.encode("a", add_special_tokens=False).ids)
         fields["tokenizer.ggml.add_space_prefix"] = pieces[0].startswith("▁")
     if isinstance(tokenizer.chat_template, str):
         fields["tokenizer.chat_template"] = tokenizer.chat_template

@@ -5,6 +5,7 @@ import pathlib
 import tempfile
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 from absl import logging
 
@@ -24,7 +25,8 @@ def mirrored_folder(folder: pathlib.Path, copy_s: float = COPY_S) -> Iterator[pa
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="jaxrl_llm_") as name:
-        local, copied = pathlib.Path(name), {}
+        local = pathlib.Path(name)
+        copied: dict[pathlib.Path, Any] = {}
         closed = threading.Event()
 
         def copy_changes() -> None:
