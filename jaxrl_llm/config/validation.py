@@ -156,7 +156,8 @@ def _with_texts(
     """A config group whose texts of a kind are replaced, in itself and the groups below it."""
     changes: dict[str, Any] = {}
     dataclass: Any = group
-    rules = {name: rule for name, rule, _ in field_rules(type(dataclass))}
+    kind_of_group: Any = type(group)
+    rules = {name: rule for name, rule, _ in field_rules(kind_of_group)}
     for name, value in vars(group).items():
         key = f"{path}.{name}"
         if rules.get(name) == kind and isinstance(value, tuple):
