@@ -321,15 +321,15 @@ HALF = {"role": "user", "content": "a\ud83d"}
     ("row", "message"),
     [
         ({"prompt": [HALF], "completion": "b"}, "prompt.0.content contains a lone surrogate"),
-        ({"prompt": "a", "completion": "b\ud83d"}, "completion holds half"),
-        ({"prompt": "a", "completion": "b", "more": {"\udc00": 1}}, r"more.'\\udc00' holds half"),
+        ({"prompt": "a", "completion": "b\ud83d"}, "completion contains a lone"),
+        ({"prompt": "a", "completion": "b", "more": {"\udc00": 1}}, r"more.'\\udc00' contains a lone"),
         (
             {"prompt": "a", "completion": "b", "tools": r'[{"name": "\ud83d"}]'},
-            "tools.0.name holds half",
+            "tools.0.name contains a lone",
         ),
         (
             {"prompt": "a", "completion": "b", "chat_template_kwargs": r'{"x": ["\ud83d"]}'},
-            "chat_template_kwargs.x.0 holds half",
+            "chat_template_kwargs.x.0 contains a lone",
         ),
     ],
 )
