@@ -5,7 +5,6 @@ import pathlib
 import tempfile
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 from absl import logging
 
@@ -26,7 +25,7 @@ def mirrored_folder(folder: pathlib.Path, copy_s: float = COPY_S) -> Iterator[pa
         return
     with tempfile.TemporaryDirectory(prefix="jaxrl_llm_") as name:
         local = pathlib.Path(name)
-        copied: dict[pathlib.Path, Any] = {}
+        copied: dict[pathlib.Path, tuple[int, int]] = {}  # size and time of what was copied
         closed = threading.Event()
 
         def copy_changes() -> None:
