@@ -78,6 +78,7 @@ from jaxrl_llm.types import (
 
 RNG = np.random.default_rng
 MASK = np.arange(6) < np.array([6, 5, 3, 4])[:, None]
+OPTIMIZERS = [f"{path}.optimizer" for path in ("trainer", "critic", "warm_start", "preference")]
 PROMPTS = tuple(Prompt((3, 4), "1+2=", "arithmetic", "3", {}, i) for i in range(4))
 
 
