@@ -81,9 +81,9 @@ def other_value(field: DeclaredField, now: Any) -> Any:
     return next(candidate for candidate in candidates if candidate != now)
 
 
-def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The description of a config as a file has it, from values by dotted key."""
-    values: dict[str, Any] = {}
+def nested(settings: Mapping[str, Any], base: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """The description of a config as a file has it, from values by dotted key over others."""
+    values = copy.deepcopy(dict(base))
     for key, value in settings.items():
         *groups, name = key.split(".")
         group = values

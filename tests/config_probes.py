@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tiny
 from chat_dialogues import DROPPING
 
 from jaxrl_llm.agents import agent_pool as agents_pool
@@ -788,11 +789,8 @@ def balance(config):
 
 def pools_of_hosts(config):
     """The devices of two hosts that each role gets."""
-    devices = [types.SimpleNamespace(id=i, process_index=i // 4) for i in range(8)]
-    with mock.patch.object(
-        device_pools.mesh_lib, "make_mesh", lambda mesh, own: [device.id for device in own]
-    ):
-        return device_pools.role_meshes(config.placement, config.mesh, ROLES, devices)
+    meshes = device_pools.role_meshes(config.placement, config.mesh, ROLES, tiny.hosts(2, 4))
+    return {role: [device.id for device in mesh.devices.flat] for role, mesh in meshes.items()}
 
 
 def profile(config):

@@ -2,14 +2,13 @@
 
 import os
 
-import jax
-
 import jaxrl_llm
 from jaxrl_llm import console, program
 from jaxrl_llm.commands.options import TrainOptions
 from jaxrl_llm.config import JobConfig, yaml_file
 from jaxrl_llm.config.bridge import to_dict
 from jaxrl_llm.planning import plan_report, resolve_sizes
+from jaxrl_llm.sharding import mesh as mesh_lib
 
 
 def _check_fits(config: JobConfig, workdir: str) -> None:
@@ -19,7 +18,7 @@ def _check_fits(config: JobConfig, workdir: str) -> None:
     run = config.require_rl()
     paths = [run.model.path, *run.scorer_paths]
     if all(not path or os.path.isdir(path) for path in paths):  # a missing one is reported later
-        resolve_sizes.check_memory(resolve_sizes.resolve(run, workdir), jax.devices())
+        resolve_sizes.check_memory(resolve_sizes.resolve(run, workdir), mesh_lib.run_devices())
 
 
 def main(options: TrainOptions) -> None:
@@ -38,7 +37,7 @@ def main(options: TrainOptions) -> None:
 
 def _print_plan_and_settings(config: JobConfig, workdir: str) -> None:
     """Prints the settings of a checked job as a config file, with the plan as comments."""
-    plan = resolve_sizes.make_plan(config, resolve_sizes.local_target(jax.devices()))
+    plan = resolve_sizes.make_plan(config, resolve_sizes.local_target(mesh_lib.run_devices()))
     header = "\n\n".join([
         f"Checked; nothing was allocated, nothing written to {workdir}.",
         plan_report.headline(plan),

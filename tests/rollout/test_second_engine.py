@@ -45,11 +45,10 @@ MINE = "my_engine.py:FullForwardEngine"
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, one_device, monkeypatch):
     """A folder with the document's engine, where runs are started on one device."""
     (tmp_path / "my_engine.py").write_text(SOURCE + REMOTE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jax, "devices", lambda *a, of=jax.devices: of(*a)[:1])
     return tmp_path
 
 
