@@ -99,7 +99,7 @@ def test_unknown_keys_of_the_command_line_are_all_named(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_order_of_precedence(recipe):
+def test_explicit_value_beats_recipe_beats_default(recipe):
     """Explicit value, then the recipe's row, then the dataclass default, field by field."""
     values = default_config_dict()
     values.rewards.functions.answer = dict(function="arithmetic")
@@ -284,7 +284,7 @@ def test_fewer_steps_than_are_done_are_refused(tmp_path):
     assert workdir.load_config(tmp_path).trainer.num_steps == 7
 
 
-def test_what_no_run_described_is_not_overwritten(tmp_path):
+def test_folder_without_a_config_is_not_overwritten(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("of something else\n")
     with pytest.raises(ConfigError, match=r"holds metrics\.jsonl but no config\.json.*--workdir"):
         workdir.claim_workdir(from_config_dict(minimal()), tmp_path)

@@ -206,6 +206,6 @@ def test_the_default_config_dict_holds_every_key_and_changes_nothing(job, no_rul
         (Range("-1 or [1, 4294967295]"), (-1, 2**32 - 1), (0, 2**32), "-1 or in [1, 4294967295]"),
     ],
 )
-def test_a_range(rule, inside, outside, said):
+def test_range_membership_and_text(rule, inside, outside, said):
     assert all(value in rule for value in inside) and not any(value in rule for value in outside)
     assert str(rule) == said

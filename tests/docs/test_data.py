@@ -56,7 +56,7 @@ def test_errors_are_told_as_it_says(line, message, tmp_path):
     assert "rows.jsonl, row 1" in str(error.value) and message in str(error.value)
 
 
-def test_its_curriculum_works(tmp_path):
+def test_documented_curriculum_works(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(blocks("python")[2])
     config = CurriculumConfig(choice=f"{path}:shortest_first")

@@ -167,7 +167,7 @@ def test_devices_follow_idle_times(tmp_path, monkeypatch):
     assert_same(found, wanted)
 
 
-def test_what_is_no_layout_is_refused(tmp_path):
+def test_malformed_layouts_are_refused(tmp_path):
     values = recipe_settings.merged(recipe_settings.SUMS, SMALL)
     config = from_config_dict(values)
     assert (

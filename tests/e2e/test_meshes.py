@@ -126,7 +126,7 @@ def test_any_mesh_takes_the_steps_of_one_device(recipe, name, on_one_device, tmp
 
 
 @pytest.mark.slow
-def test_what_rests_in_host_memory_changes_no_bit(tmp_path):
+def test_host_offload_changes_no_bit(tmp_path):
     mesh, resting = {"fsdp": 8}, {"fsdp": 8, "on_host": ["optimizer", "reference"]}
     wanted = run("ppo", mesh, tmp_path / "device", jax.devices())
     found = run("ppo", resting, tmp_path / "host", jax.devices())

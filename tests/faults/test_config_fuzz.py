@@ -139,5 +139,5 @@ def test_a_change_of_the_settings_is_refused_or_works():
     "count",
     [pytest.param(600, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.nightly)],
 )
-def test_many_changes(count):
+def test_many_changes_are_refused_or_work(count):
     fuzz(count, lower_every=40)

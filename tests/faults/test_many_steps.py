@@ -34,7 +34,7 @@ def host_bytes() -> int:
     "num_steps",
     [pytest.param(500, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.nightly)],
 )
-def test_nothing_grows(num_steps, tmp_path, one_device, monkeypatch):
+def test_memory_and_handles_do_not_grow(num_steps, tmp_path, one_device, monkeypatch):
     seen: dict[int, dict[str, int]] = {}
     compiled = 0
 

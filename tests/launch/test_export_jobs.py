@@ -31,7 +31,9 @@ def ours(workdir):
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["whole", "adapters"])
 @pytest.mark.parametrize("job", ["sft", "dpo", "reward_model"])
-def test_others_compute_the_same(job, adapters, tmp_path, capsys, monkeypatch, torch, one_device):
+def test_transformers_and_peft_compute_the_same(
+    job, adapters, tmp_path, capsys, monkeypatch, torch, one_device
+):
     import peft
 
     serving_model.make_folder(tmp_path / "base")

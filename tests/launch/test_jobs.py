@@ -236,7 +236,7 @@ def test_dpo_is_a_job(learns, tmp_path, one_device):
     ],
     ids=str,
 )
-def test_what_is_no_job_is_refused(changes, message, tmp_path, one_device):
+def test_unknown_jobs_are_refused(changes, message, tmp_path, one_device):
     with pytest.raises(ConfigError, match=message):
         jaxrl_llm.train(changes, tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoints").exists()

@@ -180,7 +180,7 @@ def test_balanced_sequences_have_loss_one_and_biases_follow_the_load():
     jax.tree.map(np.testing.assert_array_equal, kept, params)
 
 
-def test_an_optimizer_leaves_selection_biases_alone():
+def test_optimizer_does_not_update_selection_biases():
     params = jax.tree.map(jnp.asarray, tiny.params(NETWORK))
     transformation = optimizer.make_optimizer(
         OptimizerConfig(learning_rate=0.1, weight_decay=0.5), 4
@@ -194,7 +194,7 @@ def test_an_optimizer_leaves_selection_biases_alone():
     assert (router["kernel"] != before["kernel"]).any()
 
 
-def test_what_cannot_be_followed_is_refused():
+def test_unusable_routes_are_refused():
     router_replay.check_routes(RouterConfig(replay="rollout"), STEP)
     assert STEP.missing_routes == 0
     broken = STEP.routed_experts.copy()

@@ -246,7 +246,7 @@ def test_the_only_update_of_a_step_finds_the_old_log_probs_itself(algorithm):
     ],
     ids=str,
 )
-def test_whoever_reads_old_log_probs_gets_them(settings):
+def test_old_log_probs_are_there_for_every_reader(settings):
     assert predict.is_on_policy(RLConfig())
     assert not predict.is_on_policy(RLConfig(algorithm=AlgorithmConfig(**settings)))
     assert not predict.is_on_policy(RLConfig(trainer=RLTrainerConfig(minibatch_size=8)))
@@ -394,7 +394,7 @@ def test_an_update_beyond_the_kl_alert_is_not_taken(limit, skipped):
     assert jax.tree.all(same) == bool(skipped)
 
 
-def test_what_is_not_finite_changes_nothing():
+def test_non_finite_update_changes_nothing():
     algorithm = dataclasses.replace(FULL, safe=True, kl_in="none", entropy_coef=0.0)
     run = tiny_run(tiny.make_mesh(fsdp=2), algorithm)
     batch, packed = batch_of(run.models.policy), packed_of(run.models.mesh, 1024)

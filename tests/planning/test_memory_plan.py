@@ -68,7 +68,7 @@ def test_an_absurd_request_gets_the_shortfall_and_a_plan():
     assert nearest.plan.num_devices >= 64
 
 
-def test_what_rests_on_the_host_is_part_of_the_search():
+def test_host_offload_is_part_of_the_search():
     """Where all else is as small as it gets, the reference leaves the device."""
     least = {
         "model": {"param_dtype": "bfloat16", "remat": "offload_full"},

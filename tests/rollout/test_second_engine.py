@@ -107,7 +107,7 @@ def test_another_engine_samples_asynchronously(folder, new_weights):
         ("wrong.py:Declares", "has capabilities of dict; make them a .*engine_api.Capabilities"),
     ],
 )
-def test_what_is_no_engine_is_refused_before_weights_are_loaded(folder, name, message):
+def test_invalid_engine_is_refused_before_weights_are_loaded(folder, name, message):
     (folder / "wrong.py").write_text(
         "number = 3\n"
         "def no_arguments(): ...\n"

@@ -159,7 +159,7 @@ def test_an_array_crosses_whole_and_not_through_the_host(
     np.testing.assert_array_equal(back, values)
 
 
-def test_what_is_there_or_nowhere_yet_is_left_alone():
+def test_arrays_in_the_pool_or_uncommitted_are_not_moved():
     found = places()
     target = NamedSharding(found["critic"], PartitionSpec())
     there = jax.device_put(np.ones(4), NamedSharding(found["critic"], PartitionSpec("fsdp")))

@@ -125,7 +125,7 @@ with InterruptionHandler(float(sys.argv[1])) as interruption:
     "grace_s, how, said",
     [("0.2", "once", "the grace time of 0.2 s is over"), ("60", "twice", "a second SIGINT")],
 )
-def test_what_does_not_end_is_ended(grace_s, how, said):
+def test_run_that_does_not_stop_is_killed(grace_s, how, said):
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(END), grace_s, how],
         env={"PYTHONPATH": str(runs.ROOT), "PATH": "", "JAX_PLATFORMS": "cpu"},

@@ -45,7 +45,7 @@ def test_an_image_is_read_once_and_means_the_same_everywhere():
     np.testing.assert_allclose(found, rollouts.rollout_log_probs, atol=1e-5)
 
 
-def test_the_image_matters():
+def test_log_probs_depend_on_the_image():
     _, rollouts = sampled()
     prompts = rollouts.prompts
     swapped = [
