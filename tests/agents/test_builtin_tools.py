@@ -65,7 +65,7 @@ def test_worked_products_show_this_calculator():
         ("1+" * 600 + "1", "over 1024 characters"),
     ],
 )
-def test_calculator_refuses_other_expressions(expression, problem):
+def test_calculator_refuses_unsafe_and_invalid_expressions(expression, problem):
     with pytest.raises((ValueError, SyntaxError, ZeroDivisionError), match=problem):
         builtin_tools.calculator(expression)
 

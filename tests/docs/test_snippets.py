@@ -63,7 +63,7 @@ def test_a_documents_blocks_run(path, place):
         assert list(config.warnings()) == []
 
 
-def test_snippet_output_is_as_documented(place):
+def test_documented_examples_write_these_rows_and_scores(place):
     names: dict = {}
     for _, text in BLOCKS[DOCS / "examples.md"]:
         exec(text, names)

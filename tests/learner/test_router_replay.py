@@ -194,7 +194,7 @@ def test_optimizer_does_not_update_selection_biases():
     assert (router["kernel"] != before["kernel"]).any()
 
 
-def test_unusable_routes_are_refused():
+def test_unusable_routes_and_settings_are_refused():
     router_replay.check_routes(RouterConfig(replay="rollout"), STEP)
     assert STEP.missing_routes == 0
     broken = STEP.routed_experts.copy()

@@ -246,7 +246,7 @@ def test_the_only_update_of_a_step_finds_the_old_log_probs_itself(algorithm):
     ],
     ids=str,
 )
-def test_old_log_probs_are_there_for_every_reader(settings):
+def test_readers_of_old_log_probs_are_not_on_policy(settings):
     assert predict.is_on_policy(RLConfig())
     assert not predict.is_on_policy(RLConfig(algorithm=AlgorithmConfig(**settings)))
     assert not predict.is_on_policy(RLConfig(trainer=RLTrainerConfig(minibatch_size=8)))

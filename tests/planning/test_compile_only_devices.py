@@ -89,7 +89,7 @@ def test_programs_of_gpus(name, gpu_devices):
 
 
 @pytest.mark.nightly
-def test_host_memory_is_not_device_memory(gpu_devices):
+def test_offloaded_activations_are_counted_as_host_memory(gpu_devices):
     devices = gpu_devices("h100", 8)
     config = from_config_dict({**VALUES, "model": {**VALUES["model"], "remat": "offload_full"}})
     models = compiled_memory.abstract_models(config, SHAPE, devices)

@@ -118,7 +118,7 @@ def test_outcomes_keep_the_order_of_the_calls(forgiving, user_file):
     assert not any(outcome.failure for outcome in outcomes)
 
 
-def test_scorer_without_functions(forgiving):
+def test_no_calls_give_no_results(forgiving):
     assert forgiving.run([]) == []
 
 

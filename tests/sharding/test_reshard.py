@@ -179,7 +179,7 @@ def test_received_bytes_by_hand(line):
     assert sum(c.received_bytes for c in reshard.collectives(hlo)) == wanted
 
 
-def test_missing_bytes_of_a_device():
+def test_missing_elements_of_a_device_by_hand():
     mesh = tiny.make_mesh(fsdp=2, tensor=2)
 
     def missing(source, target):

@@ -376,7 +376,7 @@ def test_however_few_pages_there_are_every_sample_ends(groups, sizes, spare, chu
     assert scheduler._pages.num_used == 0
 
 
-def test_sampling_filters_reach_the_host_inputs():
+def test_sampling_params_know_whether_they_filter():
     assert not SamplingParams(1, temperature=0.3).is_filtered
     for params in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}):
         assert SamplingParams(1, **params).is_filtered
@@ -402,6 +402,6 @@ def test_an_insert_of_two_samples_in_room_for_three():
     np.testing.assert_allclose(found.sampler.min_p, [0.0, 0.1, 0.0])
 
 
-def test_empty_insert_changes_nothing():
+def test_empty_insert_fills_no_slot():
     found = host_inputs.insert_args([], 2, 4)
     assert found.slots.tolist() == [4, 4]
