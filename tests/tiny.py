@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +104,8 @@ WIDE = with_sizes(hidden_size=256, num_kv_heads=4, head_size=64, mlp_size=320)
 WIDE_FIRST = dataclasses.replace(WIDE, matmuls=cpu_kernels.WEIGHT_FIRST)
 
 
-class HostDevice(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class HostDevice:
     """A device of a host that is not there."""
 
     id: int

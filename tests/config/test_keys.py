@@ -164,7 +164,7 @@ turns: data.rewritten_turns
 examples_before_rl: data.arithmetic_errors
 spelled_tokens: model.special_tokens_in_messages
 curriculum: curriculum.choice=success
-curriculum CURRICULUM: curriculum.success_score curriculum.memory curriculum.floor
+curriculum CURRICULUM: curriculum.success_score=1.5 curriculum.memory curriculum.floor
 networks: model.path model.tokenizer model.words=('3+',) model.family=llama model.hidden_size=32
     model.num_layers model.num_heads=4 model.num_kv_heads model.head_size=16 model.mlp_size
     model.rope_theta model.tie_embeddings model.param_dtype model.compute_dtype model.remat=full

@@ -26,6 +26,7 @@ from jaxrl_llm.learner import job_models, optimizer, predict, update, weights
 from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.learner.job_models import Models
 from jaxrl_llm.packing import packed_batch, row_layout
+from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Minibatch
 
 B, T = 10, 24
