@@ -181,7 +181,8 @@ def test_balanced_sequences_have_loss_one_and_biases_follow_the_load():
 
 
 def test_optimizer_does_not_update_selection_biases():
-    params = jax.tree.map(jnp.asarray, tiny.params(NETWORK))
+    layer = jax.tree.map(jnp.asarray, tiny.params(NETWORK)["layers"]["1"]["mlp"]["router"])
+    params = {"layers": {"1": {"mlp": {"router": layer}}}}
     transformation = optimizer.make_optimizer(
         OptimizerConfig(learning_rate=0.1, weight_decay=0.5), 4
     )

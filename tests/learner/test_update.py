@@ -255,6 +255,7 @@ def test_readers_of_old_log_probs_are_not_on_policy(settings):
     assert not predict.is_on_policy(RLConfig(alerts=watched))
 
 
+@pytest.mark.slow
 def test_the_cut_does_not_matter(reference):
     run = tiny_run(ONE, FULL)
     packed = packed_of(ONE, T)
@@ -340,17 +341,22 @@ def test_a_prompt_read_once_teaches_the_same(sizes, budget, algorithm, monkeypat
     assert_same(found[1], found[0])
 
 
+@pytest.mark.slow
 def test_padding_does_not_matter(reference):
     run = tiny_run(ONE, FULL)
     # Wider rows hold more sequences each, too.
     assert_same(learned(run, width=2 * T), reference(FULL))
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [{"fsdp": 4, "tensor": 2}, pytest.param({"data": 2, "sequence": 2}, marks=pytest.mark.slow)],
-    ids=str,
-)
+def test_mesh_cut_and_padding_together_do_not_matter(reference):
+    """Each alone is a slow test; where this one fails, they say which."""
+    run = tiny_run(tiny.make_mesh(fsdp=2, tensor=2), FULL)
+    assert int(packed_of(run.models.mesh, 2 * T, 2 * T).count) > 1
+    assert_same(learned(run, budget=2 * T, width=2 * T), reference(FULL))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"fsdp": 4, "tensor": 2}, {"data": 2, "sequence": 2}], ids=str)
 def test_the_mesh_does_not_matter(sizes, reference):
     run = tiny_run(tiny.make_mesh(**sizes), FULL)
     assert_same(learned(run, budget=2 * T), reference(FULL))
