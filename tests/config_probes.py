@@ -87,6 +87,19 @@ class _SeenError(Exception):
     """Ends a probe with what it wanted to know."""
 
 
+def captured(call, owner, name, seen=lambda *args, **named: named):
+    """What `seen` makes of the arguments of `owner.name` where `call` would call it, or None."""
+
+    def capture(*args, **named):
+        raise _SeenError(seen(*args, **named))
+
+    with mock.patch.object(owner, name, capture):
+        try:
+            call()
+        except _SeenError as error:
+            return error.args
+
+
 def log_probs(seed: int):
     return np.where(MASK, -RNG(seed).gamma(1.0, 1.0, MASK.shape), 0.0).astype(np.float32)
 
@@ -259,15 +272,8 @@ def routers(config: RLConfig):
 
 def asked(config: RLConfig):
     """How an update asks the policy for log-probs."""
-
-    def statistics(*args, **named):
-        raise _SeenError({name: x for name, x in named.items() if name != "routing"})
-
-    with mock.patch.object(update, "token_statistics", statistics):
-        try:
-            update_program(config)
-        except _SeenError as seen:
-            return seen.args
+    told = captured(lambda: update_program(config), update, "token_statistics")
+    return {name: value for name, value in told[0].items() if name != "routing"}
 
 
 @functools.cache
@@ -336,12 +342,6 @@ def networks(config):
     scale = getattr(merge, "keywords", {})
     policy = dataclasses.replace(models.policy, lora=None)
     return policy, models.value, places, vars(models.packer), adapters, scale, models.eos_tokens
-
-
-def first_weights(config):
-    """A few of the weights that a job without a folder begins with."""
-    weights = weights_lib.initial_policy(config, job_models.make_models(config))
-    return jax.tree.leaves(weights)[0]
 
 
 def engine(config: RLConfig):
@@ -426,32 +426,16 @@ def dpo_loss(config):
 
 def supervised_evaluation(config):
     """How many rows a supervised job evaluates on."""
-
-    def evaluation(config, models, objective, start, held_out, *rest):
-        raise _SeenError(len(held_out))
-
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(stages_lib, "_make_evaluate", evaluation),
-    ):
-        try:
-            stages_lib.train(config, folder)
-        except _SeenError as found:
-            return found.args
+    with tempfile.TemporaryDirectory() as folder:
+        train = functools.partial(stages_lib.train, config, folder)
+        return captured(train, stages_lib, "_make_evaluate", lambda *args: len(args[4]))
 
 
 def supervised_batch(config):
     """The first batch of a supervised job, as its update would see it."""
     opened = []
     grain = streams.grain.ReadOptions
-    seen = {}
-
-    def program(config, objective, state):
-        def take(state, base, batch):
-            raise _SeenError(jax.tree.map(np.asarray, batch))
-
-        return take
-
+    take = types.SimpleNamespace(batch=None)
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(stages_lib.weights_lib, "initial_params", lambda *a: {}),
@@ -460,29 +444,19 @@ def supervised_batch(config):
             stages_lib.objectives, "reference_log_prob_adder", lambda *a: lambda b, clock: b
         ),
         mock.patch.object(stages_lib, "_make_evaluate", lambda *a: lambda *b: {}),
-        mock.patch.object(stages_lib, "_update_program", program),
+        mock.patch.object(stages_lib, "_update_program", lambda *a: lambda *b: take.batch(*b)),
         mock.patch.object(streams.grain, "ReadOptions", lambda **k: opened.append(k) or grain(**k)),
     ):
-        try:
-            stages_lib.train(config, folder)
-        except _SeenError as found:
-            seen = found.args
-    return seen, opened
+        train = functools.partial(stages_lib.train, config, folder)
+        numbers = lambda state, base, batch: jax.tree.map(np.asarray, batch)  # noqa: E731
+        return captured(train, take, "batch", numbers), opened
 
 
 def supervised_loss(config):
     """What the loss of a supervised job asks the policy."""
-
-    def statistics(*args, **named):
-        raise _SeenError(named)
-
     objective = stages_lib._OBJECTIVES[config.job](config, job_models.make_models(config))
     batch = types.SimpleNamespace(tokens=None)
-    with mock.patch.object(objectives.predict, "token_statistics", statistics):
-        try:
-            objective.loss({}, None, batch)
-        except _SeenError as found:
-            return found.args
+    return captured(lambda: objective.loss({}, None, batch), objectives.predict, "token_statistics")
 
 
 def examples_before_rl(config):
@@ -558,8 +532,12 @@ class _Worker:
         pass
 
 
-def _asked(where, actor, count, cores, *given, max_concurrency=1):
-    raise _SeenError(where, count, cores)
+def _worker_counts(where, actor, count, cores, *given, max_concurrency=1):
+    return where, count, cores
+
+
+def _ask_ray(*given, **more):
+    raise _SeenError(_worker_counts(*given, **more))
 
 
 def scores(config: RLConfig):
@@ -576,7 +554,7 @@ def scores(config: RLConfig):
         with (
             mock.patch.object(reward_pool, "_Worker", worker),
             mock.patch.object(reward_pool, "wait", lambda connections, patience: connections),
-            mock.patch.object(reward_on_ray, "RayWorkers", _asked),
+            mock.patch.object(reward_on_ray, "RayWorkers", _ask_ray),
         ):
             try:
                 given = wanted, models, (), bool(config.agent.environments)
@@ -620,11 +598,8 @@ def agents(config: RLConfig):
 
     settings = config.agent
     if settings.ray_workers:
-        try:
-            with mock.patch.object(agents_on_ray, "RayWorkers", _asked):
-                EnvManager(settings, tokenizer_lib.character_tokenizer())
-        except _SeenError as seen:
-            return seen.args
+        manager = functools.partial(EnvManager, settings, tokenizer_lib.character_tokenizer())
+        return captured(manager, agents_on_ray, "RayWorkers", _worker_counts)
     described = {
         "tools": {name: [add] for name in settings.tools[:1]},
         "environments": {name: [] for name in settings.environments},
@@ -664,19 +639,13 @@ def _models(wanted):
 
 def evaluation(config: RLConfig):
     """Held-out prompts of an evaluation and how they are answered."""
-
-    def rollout(weights, batch, samples, key, ended=None):
-        raise _SeenError(len(batch.prompts), samples)
-
     models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
-    sampler = types.SimpleNamespace(engine=None, models=models, rollout=rollout)
+    sampler = types.SimpleNamespace(engine=None, models=models, rollout=None)
     evaluator = evaluation_lib.Evaluator(
         config, sampler, datasets.Dataset(PROMPTS), None, jax.random.key(0)
     )
-    try:
-        evaluator(Weights({}, 0))
-    except _SeenError as seen:
-        return seen.args
+    prompts_and_params = lambda w, batch, samples, *_, **__: (len(batch.prompts), samples)  # noqa: E731
+    return captured(lambda: evaluator(Weights({}, 0)), sampler, "rollout", prompts_and_params)
 
 
 def frame(config):
