@@ -75,7 +75,8 @@ def test_unknown_keys_of_the_command_line_are_all_named(tmp_path):
 
     # The file leaves `data_source` out.
     good = parsed("--config.seed=5", "--config.rewards.functions.answer.data_source=sums")
-    assert good.seed == 5 and good.rewards.functions["answer"].data_source == "sums"
+    answer = good.rewards.functions["answer"]
+    assert good.seed == 5 and answer.data_source == "sums" and answer.weight == 2.0
     assert problems("config.seed=5", "sed", "conifg.x=1") == (
         "'config.seed=5' is no flag; did you mean --config.seed=5?",
         "'sed' is no flag; write --flag=value, --help lists the flags",

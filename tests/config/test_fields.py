@@ -27,7 +27,7 @@ FIELDS = {
 }
 
 
-def at(job: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def description(job: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """A job with fields at values, all of whose mappings of groups have an entry."""
     entries = {field.key.partition(".NAME.")[0] for field in FIELDS[job] if ".NAME." in field.key}
     return nested({"job": job, **{f"{entry}.NAME": {} for entry in entries}, **values})
@@ -36,18 +36,18 @@ def at(job: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def problems(job: str, values: Mapping[str, Any]) -> dict[str, str]:
     """The first problem of each field at a value; a tuple's is that of its first item."""
     try:
-        from_config_dict(at(job, values))
+        from_config_dict(description(job, values))
     except ConfigError as error:
         said = [problem.removeprefix("config.").partition(": ") for problem in error.problems]
         return {where.removesuffix("[0]"): message for where, _, message in reversed(said)}
     return {}
 
 
-def of_kind(job: str, kind: Any) -> Iterator[DeclaredField]:
+def fields_of_kind(job: str, kind: Any) -> Iterator[DeclaredField]:
     return (field for field in FIELDS[job] if field.kind is kind)
 
 
-def others(job: str) -> dict[str, Any]:
+def other_values(job: str) -> dict[str, Any]:
     """Another value of every field, which its declaration admits."""
     return {field.key: other_value(field, field.default) for field in FIELDS[job]}
 
@@ -61,7 +61,7 @@ def no_rules(monkeypatch):
 @pytest.mark.parametrize("job", JOBS)
 def test_every_number_and_text_declares_what_it_may_be(job):
     """Nothing is missing from the list that the documentation is made of."""
-    numbers = [*of_kind(job, int), *of_kind(job, float)]
+    numbers = [*fields_of_kind(job, int), *fields_of_kind(job, float)]
     assert len(numbers) > (100 if job == "rl" else 50)
     for field in numbers:
         assert isinstance(field.rule, Range), field
@@ -70,9 +70,9 @@ def test_every_number_and_text_declares_what_it_may_be(job):
             assert 2**63 not in field.rule, field
             assert all(high < 2**32 for _, high, *_ in field.rule.intervals), field
         assert field.is_tuple or field.default in field.rule, field
-    texts = {field.key for field in of_kind(job, str) if isinstance(field.rule, TextField)}
+    texts = {field.key for field in fields_of_kind(job, str) if isinstance(field.rule, TextField)}
     assert {"model.path", "data.train_files", "alerts.webhook"} <= texts
-    assert len(FIELDS["rl"]) > 150
+    assert len(FIELDS["rl"]) > 150 and "alerts.kl.limit" in map(str, numbers)
     for field in FIELDS[job]:
         if typing.get_origin(field.hint) is Literal:
             assert field.default in typing.get_args(field.hint), field
@@ -82,7 +82,7 @@ def test_every_number_and_text_declares_what_it_may_be(job):
 @pytest.mark.parametrize("job", JOBS)
 def test_every_number_is_admitted_or_refused_as_declared(job, number):
     for kind in (int, float):
-        asked = list(of_kind(job, kind))
+        asked = list(fields_of_kind(job, kind))
         values = {f.key: (number,) if f.is_tuple else number for f in asked}
         found = problems(job, values)
         for field in asked:
@@ -98,7 +98,7 @@ def test_every_number_is_admitted_or_refused_as_declared(job, number):
 @pytest.mark.parametrize("text", TEXTS, ids=["empty", "long", "surrogate", "nul"])
 @pytest.mark.parametrize("job", JOBS)
 def test_every_text_refuses_what_no_file_or_name_can_be(job, text):
-    asked = [field for field in of_kind(job, str) if isinstance(field.rule, TextField)]
+    asked = [field for field in fields_of_kind(job, str) if isinstance(field.rule, TextField)]
     found = problems(job, {f.key: (text,) if f.is_tuple else text for f in asked})
     assert all(len(said) < 1000 for said in found.values())
     for field in asked if text else ():
@@ -142,7 +142,7 @@ def test_a_misspelt_field_is_named_with_the_nearest(job):
 @pytest.mark.parametrize("job", JOBS)
 def test_every_field_is_written_and_read_back(job, no_rules, tmp_path):
     """As JSON in a run's folder and as YAML, at another value and, where admitted, at infinity."""
-    values = others(job)
+    values = other_values(job)
     infinite = {f.key: math.inf for f in FIELDS[job] if f.kind is float and math.inf in f.rule}
     assert infinite or job != "rl"
     tuples = {f.key for f in FIELDS[job] if f.is_tuple}
@@ -150,7 +150,7 @@ def test_every_field_is_written_and_read_back(job, no_rules, tmp_path):
         values,
         values | {key: (value,) if key in tuples else value for key, value in infinite.items()},
     ):
-        config = from_config_dict(at(job, changed))
+        config = from_config_dict(description(job, changed))
         assert {key: value_at(config, key) for key in changed} == changed
         text = json.dumps(to_dict(config), allow_nan=False)
         assert from_config_dict(json.loads(text)) == config
@@ -174,7 +174,7 @@ def test_every_field_can_be_set_on_the_command_line(job, no_rules, tmp_path):
         + "    return config\n"
     )
     # A mapping of names is set as a whole.
-    wanted = {k: value for k, value in others(job).items() if not isinstance(value, Mapping)}
+    wanted = {k: value for k, value in other_values(job).items() if not isinstance(value, Mapping)}
     typed = {k: str(v).lower() if isinstance(v, bool) else v for k, v in wanted.items()}
     words = [f"--config={file}", *(f"--config.{key}={value}" for key, value in typed.items())]
     config = command_line.parse(PlanOptions, words).config
