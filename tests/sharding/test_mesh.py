@@ -148,3 +148,8 @@ def test_runs_get_the_devices_in_use():
         assert mesh_lib.make_mesh(MeshConfig(), every).size == len(every)
         raise RuntimeError("a run that fails")
     assert mesh_lib.run_devices() == every
+
+
+def test_the_fixture_of_one_device_reaches_a_run(one_device):
+    assert mesh_lib.run_devices() == jax.devices()[:1]
+    assert mesh_lib.make_mesh(MeshConfig()).size == 1
