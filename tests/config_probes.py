@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tiny
 from chat_dialogues import DROPPING
 
 from jaxrl_llm.agents import agent_pool as agents_pool
@@ -77,11 +78,25 @@ from jaxrl_llm.types import (
 
 RNG = np.random.default_rng
 MASK = np.arange(6) < np.array([6, 5, 3, 4])[:, None]
+OPTIMIZERS = [f"{path}.optimizer" for path in ("trainer", "critic", "warm_start", "preference")]
 PROMPTS = tuple(Prompt((3, 4), "1+2=", "arithmetic", "3", {}, i) for i in range(4))
 
 
 class _SeenError(Exception):
     """Ends a probe with what it wanted to know."""
+
+
+def captured(call, owner, name, seen=lambda *args, **named: named):
+    """What `seen` makes of the arguments of `owner.name` where `call` would call it, or None."""
+
+    def capture(*args, **named):
+        raise _SeenError(seen(*args, **named))
+
+    with mock.patch.object(owner, name, capture):
+        try:
+            call()
+        except _SeenError as error:
+            return error.args
 
 
 def log_probs(seed: int):
@@ -335,12 +350,6 @@ def networks(config):
     return policy, models.value, places, vars(models.packer), adapters, scale, models.eos_tokens
 
 
-def first_weights(config):
-    """A few of the weights that a job without a folder begins with."""
-    weights = weights_lib.initial_policy(config, job_models.make_models(config))
-    return jax.tree.leaves(weights)[0]
-
-
 def engine(config: RLConfig):
     """What the engine is made with, and how responses are sampled."""
     seen = {}
@@ -423,32 +432,16 @@ def dpo_loss(config):
 
 def supervised_evaluation(config):
     """How many rows a supervised job evaluates on."""
-
-    def evaluation(config, models, objective, start, held_out, *rest):
-        raise _SeenError(len(held_out))
-
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(stages_lib, "_make_evaluate", evaluation),
-    ):
-        try:
-            stages_lib.train(config, folder)
-        except _SeenError as found:
-            return found.args
+    with tempfile.TemporaryDirectory() as folder:
+        train = functools.partial(stages_lib.train, config, folder)
+        return captured(train, stages_lib, "_make_evaluate", lambda *args: len(args[4]))
 
 
 def supervised_batch(config):
     """The first batch of a supervised job, as its update would see it."""
     opened = []
     grain = streams.grain.ReadOptions
-    seen = {}
-
-    def program(config, objective, state):
-        def take(state, base, batch):
-            raise _SeenError(jax.tree.map(np.asarray, batch))
-
-        return take
-
+    take = types.SimpleNamespace(batch=None)
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(stages_lib.weights_lib, "initial_params", lambda *a: {}),
@@ -457,14 +450,12 @@ def supervised_batch(config):
             stages_lib.objectives, "reference_log_prob_adder", lambda *a: lambda b, clock: b
         ),
         mock.patch.object(stages_lib, "_make_evaluate", lambda *a: lambda *b: {}),
-        mock.patch.object(stages_lib, "_update_program", program),
+        mock.patch.object(stages_lib, "_update_program", lambda *a: lambda *b: take.batch(*b)),
         mock.patch.object(streams.grain, "ReadOptions", lambda **k: opened.append(k) or grain(**k)),
     ):
-        try:
-            stages_lib.train(config, folder)
-        except _SeenError as found:
-            seen = found.args
-    return seen, opened
+        train = functools.partial(stages_lib.train, config, folder)
+        numbers = lambda state, base, batch: jax.tree.map(np.asarray, batch)  # noqa: E731
+        return captured(train, take, "batch", numbers), opened
 
 
 def supervised_loss(config):
@@ -676,19 +667,13 @@ def _models(wanted):
 
 def evaluation(config: RLConfig):
     """Held-out prompts of an evaluation and how they are answered."""
-
-    def rollout(weights, batch, samples, key, ended=None):
-        raise _SeenError(len(batch.prompts), samples)
-
     models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
-    sampler = types.SimpleNamespace(engine=None, models=models, rollout=rollout)
+    sampler = types.SimpleNamespace(engine=None, models=models, rollout=None)
     evaluator = evaluation_lib.Evaluator(
         config, sampler, datasets.Dataset(PROMPTS), None, jax.random.key(0)
     )
-    try:
-        evaluator(Weights({}, 0))
-    except _SeenError as seen:
-        return seen.args
+    prompts_and_params = lambda w, batch, samples, *_, **__: (len(batch.prompts), samples)  # noqa: E731
+    return captured(lambda: evaluator(Weights({}, 0)), sampler, "rollout", prompts_and_params)
 
 
 def frame(config):
@@ -801,11 +786,8 @@ def balance(config):
 
 def pools_of_hosts(config):
     """The devices of two hosts that each role gets."""
-    devices = [types.SimpleNamespace(id=i, process_index=i // 4) for i in range(8)]
-    with mock.patch.object(
-        device_pools.mesh_lib, "make_mesh", lambda mesh, own: [device.id for device in own]
-    ):
-        return device_pools.role_meshes(config.placement, config.mesh, ROLES, devices)
+    meshes = device_pools.role_meshes(config.placement, config.mesh, ROLES, tiny.hosts(2, 4))
+    return {role: [device.id for device in mesh.devices.flat] for role, mesh in meshes.items()}
 
 
 def profile(config):

@@ -37,7 +37,7 @@ def test_work_is_spoken_of_when_it_is_long(caplog):
     assert ended.startswith("reading rows: done in ")
 
 
-def test_nothing_is_said_by_the_other_processes(caplog, monkeypatch):
+def test_only_process_0_prints(caplog, monkeypatch):
     monkeypatch.setattr(console.DISPLAY, "silent", True)
     with caplog.at_level(logging.INFO), console.show_progress("reading rows"):
         time.sleep(2.5)
@@ -69,7 +69,7 @@ def test_bars_on_a_terminal(monkeypatch):
     assert console.DISPLAY._bars is None and sys.stderr is terminal
 
 
-def test_what_is_compiled_has_its_name(monkeypatch, tmp_path):
+def test_compiled_programs_are_named(monkeypatch, tmp_path):
     begun = []
     monkeypatch.setattr(console.DISPLAY, "begin", lambda work: begun.append(work.description))
     console.show_compilations()

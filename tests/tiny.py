@@ -108,3 +108,18 @@ def with_sizes(network=NETWORK, **sizes):
 # Wide enough for kernels by outputs, and as it decodes then.
 WIDE = with_sizes(hidden_size=256, num_kv_heads=4, head_size=64, mlp_size=320)
 WIDE_FIRST = dataclasses.replace(WIDE, matmuls=cpu_kernels.WEIGHT_FIRST)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostDevice:
+    """A device of a host that is not there."""
+
+    id: int
+    process_index: int
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+
+
+def hosts(num_hosts, num_devices):
+    """The devices of several hosts, host by host, for meshes on which nothing runs."""
+    return [HostDevice(i, i // num_devices) for i in range(num_hosts * num_devices)]

@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import jax
 from absl import logging
 from jax.sharding import AbstractMesh, Mesh
 
@@ -184,7 +183,7 @@ def choose_sizes(config: RLConfig, policy: Architecture, present: Sequence[Any])
 def _with_local_choices(config: RLConfig) -> RLConfig:
     if config.model.path:
         config_reader.read_config(config.model.path)
-    return choose_sizes(config, _policy_shape(config), jax.devices())
+    return choose_sizes(config, _policy_shape(config), mesh_lib.run_devices())
 
 
 def resolve_supervised(config: Supervised, workdir: str | os.PathLike[str]) -> Supervised:
@@ -195,7 +194,7 @@ def resolve_supervised(config: Supervised, workdir: str | os.PathLike[str]) -> S
         return config
     if config.model.path:
         config_reader.read_config(config.model.path)
-    present = jax.devices()
+    present = mesh_lib.run_devices()
     if accelerators.local_device(present) is None:
         return _with_sizes(
             config, memory_plan.REMAT[-1], max(_MICROBATCH_TOKENS[0], config.max_sequence_tokens)

@@ -31,6 +31,7 @@ from jaxrl_llm.sampling.async_source import AsyncSource
 from jaxrl_llm.sampling.policy_sampler import PolicySampler
 from jaxrl_llm.sampling.source import RolloutSource, SyncSource
 from jaxrl_llm.sharding import device_pools
+from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.storage import files
 from jaxrl_llm.trainer import relayout_schedule, supervised
 from jaxrl_llm.trainer.evaluation import Evaluator
@@ -82,7 +83,7 @@ def validate_run(
     models = job_models.make_models(config, resolve_sizes.resolved_meshes(config))
     job_models.check_stop_tokens(config, models.policy.shape)
     policy_sampler_lib.check(config, models)
-    planned_bytes = resolve_sizes.check_memory(config, jax.devices())
+    planned_bytes = resolve_sizes.check_memory(config, mesh_lib.run_devices())
     weights_lib.check_folders(config, models, weights_lib.role_folders(config, models))
     distillation.check_teachers(config, models)
     for warning in requirements.warnings(config):

@@ -142,7 +142,7 @@ def _run_checks(config: SupervisedConfig) -> _CheckedJob:
         rows,
         held_out,
         prompts,
-        resolve_sizes.check_memory(config, jax.devices()),
+        resolve_sizes.check_memory(config, mesh_lib.run_devices()),
     )
 
 

@@ -158,7 +158,7 @@ def test_a_hostile_tool_costs_its_episode_a_text(pool, how, problem, said):
     assert asked(pool, 3, call("count"))["text"] > "0"
 
 
-def test_what_hangs_is_ended_and_others_go_on():
+def test_hanging_call_is_killed_and_other_episodes_continue():
     with AgentPool(config(timeout_s=4.0, tools=TOOLS, environments={}, default="")) as pool:
         mine = begin(names=TOOLS)
         pool.ask(1, mine, call("misbehave", how="hang"))
@@ -278,7 +278,7 @@ def test_the_end_of_a_pool_closes_the_environments(tmp_path, capfd, episodes_per
 @pytest.mark.parametrize(
     "request_of_one", [call("stall", how="deaf"), call("misbehave", how="leave")]
 )
-def test_what_ends_a_shared_process_costs_its_episodes_their_state(monkeypatch, request_of_one):
+def test_crash_of_a_shared_process_loses_only_its_episodes(monkeypatch, request_of_one):
     monkeypatch.setattr(worker_pool, "_START_ALLOWANCE_S", 1.0)
     with shared() as pool:
         numbers = answers(pool, dict.fromkeys(range(3), call("draw")))
@@ -322,13 +322,13 @@ def test_environments_of_both_kinds(pool):
         ),
     ],
 )
-def test_what_cannot_be_used_is_named(settings, said):
+def test_unusable_tools_and_environments_are_named(settings, said):
     none = {"tools": (), "environments": {}, "default": ""}
     with pytest.raises(AgentError, match=said), AgentPool(config(**{**none, **settings})) as pool:
         pool.describe()
 
 
-def test_gymnasium():
+def test_gymnasium_environments_play_an_episode():
     lake = EnvironmentConfig(environment="gymnasium", address="FrozenLake-v1")
     with AgentPool(config(tools=(), environments={"lake": lake}, default="")) as pool:
         start = begin("lake", ())
@@ -350,7 +350,7 @@ ADDER = EnvironmentConfig(
 
 
 @pytest.mark.slow
-def test_mcp():
+def test_mcp_server_tools_are_called():
     """Results of every kind are whole, or named by a text."""
     settings = config(tools=(), environments={"adder": ADDER}, default="", timeout_s=60)
     with AgentPool(settings) as pool:

@@ -31,7 +31,7 @@ from jaxrl_llm.data import tasks
         ("2**-5000", "0"),
     ],
 )
-def test_calculator(expression, value):
+def test_calculator_evaluates_arithmetic(expression, value):
     assert builtin_tools.calculator(expression) == value
 
 
@@ -65,7 +65,7 @@ def test_worked_products_show_this_calculator():
         ("1+" * 600 + "1", "over 1024 characters"),
     ],
 )
-def test_calculator_refuses(expression, problem):
+def test_calculator_refuses_unsafe_and_invalid_expressions(expression, problem):
     with pytest.raises((ValueError, SyntaxError, ZeroDivisionError), match=problem):
         builtin_tools.calculator(expression)
 
@@ -105,7 +105,7 @@ def test_python_goes_on_after_an_error_and_begins_anew_after_a_limit():
 PASSAGES = ("The cat sleeps.", "The dog barks loudly.", "Rain falls on the roof.")
 
 
-def test_search(tmp_path):
+def test_search_ranks_passages(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     rows = [{"text": text, "title": f"T{i}"} for i, text in enumerate(PASSAGES)]
     corpus.write_text("\n\n".join(map(json.dumps, rows)))

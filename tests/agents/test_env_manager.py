@@ -155,7 +155,7 @@ def test_samples_that_begin_differently_are_refused(world):
         begin(world, prompt(4, agent_name="Moody"), n=2)
 
 
-def test_columns_of_rows(world):
+def test_columns_of_a_row_choose_its_tools_and_environment(world):
     def names(**info):
         found = world.template_options(info).get("tools", [])
         return [tool["function"]["name"] for tool in found]

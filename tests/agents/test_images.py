@@ -51,7 +51,7 @@ def marks(following):
     return at, TOKENIZER.decode([token for token in following.tokens if token != IMAGE])
 
 
-def test_a_tool_shows_an_image_and_a_broken_one_is_told():
+def test_tool_returns_an_image_and_a_broken_one_is_reported():
     with EnvManager(CONFIG, TOKENIZER, PICTURES) as world:
         world.begin(PromptBatch((prompt(),)), 1)
         following = follows(world, call("draw"))

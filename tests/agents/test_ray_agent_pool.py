@@ -158,7 +158,7 @@ def test_rewards_are_those_of_this_host(cluster, tmp_path):
         there.attempt(calls)
 
 
-def test_what_cannot_be_used_is_named(cluster, monkeypatch):
+def test_unusable_tools_are_named(cluster, monkeypatch):
     wrong = AgentConfig(tools=("nowhere:tool",), ray_workers=1)
     with pytest.raises(ray_worker_pool.RayWorkersError, match="cannot import module 'nowhere'"):
         make_agent_pool(wrong)

@@ -56,7 +56,7 @@ def test_a_file_imports_what_lies_beside_it(tmp_path):
         ("math:pi", TypeError, "'math:pi' is a float, not a function"),
     ],
 )
-def test_errors(name, error, message):
+def test_lookup_errors_list_what_is_known(name, error, message):
     with pytest.raises(error, match=message):
         resolve(name, TABLE, "policy loss")
 

@@ -25,14 +25,14 @@ def found(**settings):
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_of_every_advantage(name):
+def test_requirements_of_every_advantage(name):
     has = {"gae": {"critic"}, "remax": {"greedy_baseline"}}
     has |= {token_baseline: {"old_log_probs"} for token_baseline in TOKEN_BASELINES}
     assert found(advantage=name) == has.get(name, set())
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_of_every_policy_loss(name):
+def test_requirements_of_every_policy_loss(name):
     asked = {"old_log_probs"} if name in ("clip_cov", "kl_cov") else set()
     assert found(policy_loss=name) == asked
 
@@ -51,7 +51,7 @@ def test_of_every_policy_loss(name):
     ],
     ids=["kl_in_reward", "kl_in_loss", "correction", "rejections", "safe"],
 )
-def test_of_what_else_reads(settings, has):
+def test_requirements_of_other_settings(settings, has):
     assert found(**settings) == has
 
 
@@ -98,7 +98,7 @@ def mine(tmp_path):
     return lambda name: f"{path}:{name}"
 
 
-def test_of_users_functions(mine):
+def test_requirements_of_user_functions(mine):
     assert found(advantage=mine("plain")) == set()
     assert found(advantage=mine("with_values")) == {"critic"}
     assert found(advantage=mine("with_baselines")) == {"greedy_baseline"}
@@ -230,14 +230,14 @@ def test_a_run_gets_the_critic_that_a_users_advantage_reads(mine):
     ],
 )
 @pytest.mark.parametrize("choice", ["colocate", "standalone"])
-def test_what_there_is_not_is_refused_before_any_work(name, message, choice, mine, tmp_path):
+def test_missing_inputs_are_refused_before_any_work(name, message, choice, mine, tmp_path):
     values = {**VALUES, "placement": {"choice": choice}, "algorithm": {"advantage": mine(name)}}
     with pytest.raises(ConfigError, match=f"config.algorithm.advantage.*{message}"):
         rl.train(from_config_dict(values), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_what_does_not_go_together_is_named(mine):
+def test_incompatible_choices_are_named(mine):
     requirements.check_functions(NOTHING)
     for settings, path, message in (
         ({"safe": True}, "safe", "set advantage='gae'"),

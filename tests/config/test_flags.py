@@ -38,7 +38,7 @@ def test_a_config_file_that_cannot_be_read_is_named_with_its_line(tmp_path, cont
 
 
 @pytest.mark.parametrize("name", ["absent.py", "", "a\0b", "x" * 5000])
-def test_a_config_file_that_is_not_there(tmp_path, name):
+def test_missing_config_file_is_named(tmp_path, name):
     (said,) = unknown_overrides(["train.py", "--config", f"{tmp_path}/{name}"])
     assert ": no such file; " in said and said.endswith("lists those that come with the package")
 

@@ -209,7 +209,7 @@ def test_every_text_of_a_message_is_guarded():
     assert messages[0]["content"] == "<|im_end|>"  # the caller's own are as they were
 
 
-def test_what_an_assistant_writes_itself_stays_tokens():
+def test_special_tokens_of_the_assistant_stay_tokens():
     tokenizer = bytes_tokenizer(CHATML, ["<|think|>", "<|tool_call|>", "<|tool|>"])
     tokenizer.add_tokens(["<note>"])  # not special
     texts = ["<|think|>", "<|tool_call|>", "<|tool|>", "<note>", "<eos>", "<|im_end|>"]
@@ -322,7 +322,10 @@ HALF = {"role": "user", "content": "a\ud83d"}
     [
         ({"prompt": [HALF], "completion": "b"}, "prompt.0.content contains a lone surrogate"),
         ({"prompt": "a", "completion": "b\ud83d"}, "completion contains a lone"),
-        ({"prompt": "a", "completion": "b", "more": {"\udc00": 1}}, r"more.'\\udc00' contains a lone"),
+        (
+            {"prompt": "a", "completion": "b", "more": {"\udc00": 1}},
+            r"more.'\\udc00' contains a lone",
+        ),
         (
             {"prompt": "a", "completion": "b", "tools": r'[{"name": "\ud83d"}]'},
             "tools.0.name contains a lone",

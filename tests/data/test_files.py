@@ -70,7 +70,7 @@ def test_prompts_in_either_form_and_under_any_name():
     assert checked_row({**GOOD, "prompt": talk}, "row")["prompt"] == talk
 
 
-def test_what_may_be_missing():
+def test_missing_columns_get_defaults():
     row = checked_row({"data_source": "s", "prompt": "hi", "extra_info": None}, "row")
     assert row["reward_model"] == {"ground_truth": None}
     assert row["extra_info"] == {}

@@ -149,7 +149,7 @@ def test_marks_without_a_column_are_text():
     assert split_parts(messages, None, "here") == (messages, [])
 
 
-def test_answers_to_images_bear_the_loss_alone(tmp_path):
+def test_only_answers_to_images_bear_loss(tmp_path):
     path = tmp_path / "rows.jsonl"
     dialogue = [*row()["prompt"], {"role": "assistant", "content": "#3"}]
     path.write_text(json.dumps({"messages": dialogue, "images": row()["images"]}) + "\n")

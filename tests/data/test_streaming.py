@@ -162,7 +162,7 @@ def test_every_process_reads_its_pieces_and_gets_all_rows(config, monkeypatch):
     assert min(map(len, opened.values())) > 1
 
 
-def test_what_cannot_be_streamed(config, tmp_path):
+def test_files_and_rows_that_cannot_stream_are_refused(config, tmp_path):
     with pytest.raises(DataError, match=r"all \d+ rows have more tokens than trainer\.max"):
         stream(config(), max_tokens=2).take(1)
     with pytest.raises(DataError, match=r"[ab]\.\S+, row \d+: this job needs the columns chosen"):

@@ -79,12 +79,12 @@ def test_every_kl_estimator_is_named():
     assert tuple(re.findall(r"`(\S+)`", cells)) == recipes.KL_ESTIMATORS
 
 
-def test_links_lead_somewhere():
+def test_links_resolve():
     for target in re.findall(r"\]\(([^)#:]+)\)", DOCUMENT):
         assert (ROOT / "docs" / target).exists(), target
 
 
-def test_settings_exist():
+def test_documented_settings_exist():
     fields = AlgorithmConfig.__dataclass_fields__
     for name in re.findall(r"--config\.algorithm\.(\w+)", DOCUMENT):
         assert name in fields

@@ -128,7 +128,7 @@ def test_the_document_lists_what_is_available(folder):
         ("policy_loss", "f = 3", "is a int, not a function"),
     ],
 )
-def test_what_cannot_work_is_named(folder, field, body, message):
+def test_unusable_algorithm_files_are_named(folder, field, body, message):
     (folder / "wrong.py").write_text(body + "\n")
     with pytest.raises(ConfigError, match=f"config.algorithm.{field}.*{message}"):
         check_functions(AlgorithmConfig(**{field: "wrong.py:f"}))

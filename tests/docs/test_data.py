@@ -110,7 +110,7 @@ def test_its_slices_are_valid():
         assert text in ("[start:stop]", "[:p%]", "[p%:]") or split_slice(f"a{text}")[1], text
 
 
-def test_its_curriculum_works(tmp_path):
+def test_documented_curriculum_works(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(blocks("python")[3])
     config = CurriculumConfig(choice=f"{path}:shortest_first")

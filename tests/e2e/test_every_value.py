@@ -1,20 +1,18 @@
 """Every number and text at what users get wrong: one clear problem, or a run that takes a step."""
 
-import dataclasses
 import json
 import math
 import os
 import pathlib
 import re
 import tempfile
-import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import pytest
 import runs
-from config_fields import listed
+from config_fields import declared, nested
 
 import jaxrl_llm
 from jaxrl_llm.algorithms.requirements import loss_hyperparameters
@@ -139,9 +137,9 @@ READ_WITH: Mapping[str, Mapping[str, Any]] = {
         },
     },
     "alerts": {
-        f"{key.removeprefix('config.')}": "continue"
-        for key, _, _ in listed(RLConfig)
-        if key.startswith("config.alerts") and key.endswith("action")
+        key: "continue"
+        for key, *_ in declared(RLConfig)
+        if key.startswith("alerts") and key.endswith("action")
     },
 }
 # Entries of mappings, each named differently: a reward and a cost may not share a name.
@@ -153,18 +151,11 @@ ENTRIES = {
 }
 
 
-def fields(job: str) -> dict[str, tuple[type, bool]]:
-    """Returns of every number and text of a job its type, and whether it is a tuple of them."""
-    found: dict[str, tuple[type, bool]] = {}
-    for key, hint, rule in listed(JOBS[job]):
-        several = typing.get_origin(hint) is tuple
-        kind = typing.get_args(hint)[0] if several else hint
-        if kind in (int, float, str) and rule is not None:
-            found[key.removeprefix("config.")] = kind, several
-    return found
-
-
-FIELDS = {job: fields(job) for job in JOBS}
+# Type of every number and text of a job, and whether the field is a tuple of them.
+FIELDS: dict[str, dict[str, tuple[type, bool]]] = {
+    job: {f.key: (f.kind, f.is_tuple) for f in declared(cls) if f.kind in (int, float, str)}
+    for job, cls in JOBS.items()
+}
 FIELDS["rl"]["placement.roles.policy"] = str, False
 FIELDS["rl"] |= {
     f"algorithm.loss_args.{name}": (float, False)
@@ -194,17 +185,12 @@ def described(keys: list[str], value: Any, job: str, files: pathlib.Path) -> dic
         changes[renamed(key)] = (value,) if FIELDS[job][key][1] else value
     found: dict[str, Any] = runs.values("grpo_tiny").to_dict() if job == "rl" else {}
     found.get("rewards", {}).pop("functions", None)
-    known = {field.name for field in dataclasses.fields(JOBS[job])}
+    known = vars(JOBS[job]())
     places = {("ROWS",): (str(files / f"{job}.jsonl"),), "EXPERTS": str(files / "experts")}
-    for where, item in changes.items():
-        first, *_ = *path, last = where.split(".")
-        if first not in known:
-            continue
-        group = found
-        for name in path:
-            group = group.setdefault(name, {})
-        group[last] = places.get(item, item)
-    return {**found, "job": job}
+    placed = {key: places.get(item, item) for key, item in changes.items()}
+    return nested(
+        {k: v for k, v in placed.items() if k.split(".")[0] in known}, {**found, "job": job}
+    )
 
 
 def refusal(key: str, value: Any, job: str, files: pathlib.Path) -> str:

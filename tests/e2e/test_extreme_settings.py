@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import runs
-from config_fields import listed
+from config_fields import declared
 
 from jaxrl_llm.algorithms.requirements import loss_hyperparameters
 from jaxrl_llm.config import RLConfig
@@ -15,7 +15,7 @@ from jaxrl_llm.trainer import rl
 
 NUMBERS = (math.inf, -1, 0, 1e-30, 1e30)
 # What the run must have for its size, and -1 as "the rest" of devices, of which there is one.
-SIZES = ("config.mesh", "config.placement", "config.preference", "config.warm_start.num_steps")
+SIZES = ("mesh", "placement", "preference", "warm_start.num_steps")
 BASE = {
     **runs.SAFE_RLHF,
     "rewards.cost_functions": {"long": {"function": "length"}},
@@ -27,8 +27,8 @@ BASE = {
 def extremes(number: float, loss: str = "vanilla") -> dict[str, Any]:
     """Returns the fields and the hyperparameters of a loss that admit a number, at that number."""
     found = {
-        key.removeprefix("config."): number
-        for key, hint, rule in listed(RLConfig)
+        key: number
+        for key, hint, rule, _ in declared(RLConfig)
         if isinstance(rule, Range) and "NAME" not in key and not key.startswith(SIZES)
         if number in rule and (hint is float or (hint is int and isinstance(number, int)))
     }

@@ -119,7 +119,7 @@ def exported(trained, cache) -> pathlib.Path:
 
 
 @pytest.mark.slow
-def test_three_steps(trained, exported, gsm8k, model):
+def test_three_steps_on_gsm8k(trained, exported, gsm8k, model):
     found = runs.metrics(trained)
     assert list(found) == [0, 1, 2, 3]
     assert "val-core/openai/gsm8k/mean@1" in found[0].keys() & found[3].keys()

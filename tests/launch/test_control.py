@@ -48,7 +48,7 @@ def workdir(tmp_path):
         ("{", "'{' is not KEY=VALUE"),
     ],
 )
-def test_what_is_no_layout_is_a_message(capsys, workdir, text, said):
+def test_malformed_layout_gets_a_message(capsys, workdir, text, said):
     with exclusive_lock(workdir):
         assert said in refused(capsys, "control", f"--workdir={workdir}", "--wait_s=1", text)
     assert layout_requests.pending_request(workdir) is None
@@ -92,7 +92,7 @@ def test_a_run_that_ends_before_it_answers(capsys, workdir):
     )  # a later run does not do what nobody waits for
 
 
-def test_an_answer_is_told(capsys, workdir):
+def test_answer_to_a_request_is_printed(capsys, workdir):
     # A kill cut a line off, and one is no answer at all.
     (workdir / "layouts.jsonl").write_text('7\n{"step": 1, "layo')
 

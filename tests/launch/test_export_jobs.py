@@ -8,7 +8,6 @@ import serving_model
 import tiny
 import transformers
 from commands import call
-from test_jobs import one_device  # noqa: F401
 
 import jaxrl_llm
 from jaxrl_llm import saved_policy
@@ -35,7 +34,9 @@ def ours(workdir):
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["whole", "adapters"])
 @pytest.mark.parametrize("job", ["sft", "dpo", "reward_model"])
-def test_others_compute_the_same(job, adapters, tmp_path, capsys, monkeypatch, torch, one_device):  # noqa: F811
+def test_transformers_and_peft_compute_the_same(
+    job, adapters, tmp_path, capsys, monkeypatch, torch, one_device
+):
     import peft
 
     serving_model.make_folder(tmp_path / "base")

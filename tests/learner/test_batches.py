@@ -236,7 +236,7 @@ def test_accumulate_sums_over_what_is_used():
         assert found == {"sum": 66.0, "calls": int(packed.count)}
 
 
-def test_by_hand():
+def test_packed_rows_by_hand():
     # Rows of 8: [6, 2], [5, 3], [4]; one shard, two rows a microbatch.
     lengths = np.array([4, 6, 3, 5, 2, 7])
     packed = Packer(16, 1).pack(lengths, np.array([0, 1, 2, 3, 4]), width=8)
@@ -270,7 +270,7 @@ def shapes(packer, seeds, spread=1.0):
     return [str(shape) for shape in found]
 
 
-def test_shapes_are_few():
+def test_few_distinct_shapes_are_compiled():
     # Log-normal lengths: the number of rows differs every step, shapes settle.
     packer = Packer(1024 * 64, 2)
     found = shapes(packer, range(100))

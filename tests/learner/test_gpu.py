@@ -148,7 +148,7 @@ def test_grpo_learns_within_the_planned_memory(tmp_path):
     assert measured and max(measured) < 2.0
 
 
-def test_what_rests_on_the_host_changes_nothing(tmp_path):
+def test_host_offload_changes_nothing(tmp_path):
     short = {"trainer.num_steps": 2, "warm_start.num_steps": 4, "evaluation.before": False}
     short |= {"evaluation.after": False}
     kept = rl.train(of_tiny(**short), tmp_path / "device")

@@ -80,7 +80,7 @@ def test_trees_are_taken_apart_and_put_together():
 
 
 @pytest.mark.parametrize("family", hf_checkpoints.FAMILIES)
-def test_what_peft_writes_is_understood_and_written_again(family, tmp_path):
+def test_peft_folders_round_trip(family, tmp_path):
     """The same logits as with the adapters that it made, and the same tensors and settings."""
     tensors, config = hf_checkpoints.adapters(family)
     theirs = hf_checkpoints.expected(family)

@@ -86,7 +86,7 @@ def test_a_model_that_fits_no_devices_is_refused_at_once():
     assert time.process_time() - start < 1.0
 
 
-def test_what_rests_on_the_host_is_part_of_the_search():
+def test_host_offload_is_part_of_the_search():
     """Where all else is as small as it gets, the reference leaves the device."""
     least = {
         "model": {"param_dtype": "bfloat16", "remat": "offload_full"},

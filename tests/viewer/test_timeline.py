@@ -93,7 +93,7 @@ def test_the_picture_says_who_was_at_work_and_how_long(workdir):
     assert "#4477aa" in text and "#228833" in text
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path, workdir):
+def test_timelines_that_cannot_be_drawn_are_refused(tmp_path, workdir):
     (tmp_path / "other").mkdir()
     with pytest.raises(NoTraceError, match=r"no trace of this run; record one with --config\.prof"):
         timeline.save_timeline(tmp_path / "other", "x.png")

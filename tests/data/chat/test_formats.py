@@ -154,7 +154,7 @@ def test_rows_are_cut_at_the_chosen_side():
         truncate_example(ROW, 5, "error", "row 7")
 
 
-def test_of_a_pair_the_longer_one_is_cut_first():
+def test_truncation_cuts_the_longer_of_a_pair_first():
     short = Example(ROW.tokens[:3], ROW.mask[:3])
     found = truncate_pair(PreferencePair(ROW, short), 7, "right", "")
     assert [len(each.tokens) for each in found] == [4, 3]

@@ -121,7 +121,7 @@ def test_prompt_and_answer_of_plain_text_are_one_text(tokenizer):
         ("", TALK, None, True, "row 7: the tokenizer has no chat template"),
     ],
 )
-def test_what_cannot_be_masked_is_named(
+def test_unmaskable_dialogues_are_named(
     tokenizer, template, messages, text, chat_template, message
 ):
     tokenizer.chat_template = tokenizer.chat_template if template is None else template

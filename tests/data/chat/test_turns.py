@@ -148,7 +148,7 @@ def test_contexts_are_those_of_sampling_under_every_template(name, seeds):
 
 
 @needs_templates
-def test_what_ends_a_turn_of_glm_bears_loss():
+def test_end_of_a_glm_turn_bears_loss():
     """The next role's mark, and the end token at the end; nothing after it does."""
     tokenizer = tokenizer_of("glm4moe")
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

@@ -82,7 +82,7 @@ def test_llama3_scaling_is_found_by_its_factors(tmp_path):
         ({"llama.expert_count": 8}, "llama.expert_count is 8; it is not implemented"),
     ],
 )
-def test_what_would_be_computed_otherwise_is_refused(tmp_path, changes, message):
+def test_gguf_features_that_are_not_supported_are_refused(tmp_path, changes, message):
     path = gguf_files.make(tmp_path / "model.gguf", "llama", **changes)
     with pytest.raises(CheckpointFormatError, match=f"^{path}: .*?{message}"):
         read(gguf_file.open_file(path))

@@ -85,7 +85,7 @@ def test_the_search_chooses_stages_for_slices_that_cannot_hold_the_model():
     assert best("v5p:4x4x4") == {"fsdp": 8}
 
 
-def test_what_stages_cannot_do_is_refused():
+def test_settings_without_pipeline_support_are_refused():
     def make(shape=LARGE, **changes):
         values = {**VALUES, **changes}
         return memory_plan.make_plan(from_config_dict(values), shape, (), DEVICES["v5p"], 64)

@@ -212,7 +212,7 @@ def test_prompts_are_read_in_several_batches(one_window, monkeypatch):
     assert read == [wanted.tokens for wanted in workload()]
 
 
-def test_filters_of_a_neighbour_leave_a_sample_alone(one_window):
+def test_filters_of_a_neighbor_do_not_affect_a_sample(one_window):
     engine, params = engine_of(), rollout_params()
     plain = [r for r in workload() if not any(p.is_filtered for p in r.params)]
     want = [
@@ -345,7 +345,7 @@ def test_stop_strings_end_samples_in_the_middle_of_a_chunk(one_window):
         engine_of().submit(wanted)
 
 
-def test_what_the_text_of_one_sample_raises_ends_it_alone(one_window):
+def test_text_error_of_one_sample_ends_only_that_one(one_window):
     whole = expected()[0]
 
     def decode(tokens):

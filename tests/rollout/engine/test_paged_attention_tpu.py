@@ -225,7 +225,7 @@ def pools(dtype, page, *sizes, num_pages=2):
         (pools("float8_e4m3fn", 64, 64, 64, num_pages=1 << 18), 64, False),
     ],
 )
-def test_what_the_kernel_for_gpus_reads(of_pages, value_size, fits):
+def test_gpu_kernel_supports_pools_that_fit_it(of_pages, value_size, fits):
     assert paged_attention_gpu.kernel_supports(of_pages, value_size) == fits
 
 

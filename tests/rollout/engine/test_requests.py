@@ -49,7 +49,7 @@ def check(tokens=(1,), keys=KEY, **params):
         ("one raw key of two integers for each", (KEY[:0], KEY[0], KEY.astype(float))),
     ],
 )
-def test_what_is_out_of_range_is_refused(rule, values):
+def test_sampling_params_out_of_range_are_refused(rule, values):
     words = {"a stop string": "stop_strings", "'": "stop_strings", "17": "stop_tokens"}
     words |= {"prompt": "tokens", "a prompt": "tokens", "one raw": "keys"}
     field = next((f for word, f in words.items() if rule.startswith((word, "r" + word))), "")
