@@ -5,7 +5,7 @@ import difflib
 import re
 import string
 from collections.abc import Iterable, Mapping
-from typing import Literal, get_args
+from typing import Literal
 
 from jaxrl_llm.config.validation import Problems
 
@@ -198,4 +198,3 @@ PRESETS: Mapping[str, RowMapping] = {
         data_source="dolly",
     ),
 }
-assert set(PRESETS) == set(get_args(Preset))

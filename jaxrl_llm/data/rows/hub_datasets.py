@@ -119,7 +119,7 @@ def _card_splits(address: HubAddress, paths: Sequence[str]) -> dict[tuple[str, s
         raise DataError(f"{card.name}: its head is no YAML: {error}; name files instead") from error
     splits = {}
     for config in metadata.get("configs") or ():
-        name, folder = str(config.get("config_name", "default")), config.get("data_dir", "")
+        name, folder = str(config.get("config_name", "default")), config.get("data_dir") or ""
         for split, patterns in _data_files(config.get("data_files")):
             patterns = [f"{folder}/{pattern}".strip("/") for pattern in patterns]
             splits[name, split] = [
