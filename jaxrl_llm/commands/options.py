@@ -162,7 +162,7 @@ class PlanOptions(JaxOptions):
 
 
 class ExportOptions(JaxOptions):
-    """Exports the weights of a run as a Hugging Face folder, or as a GGUF file for llama.cpp.
+    """Exports a run as a Hugging Face folder or GGUF file, or to the hub.
 
     With --to, uploads them with a model card made from the run. A repository is private at first.
     """

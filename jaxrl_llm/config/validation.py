@@ -155,11 +155,10 @@ def _with_texts(
 ) -> Group:
     """A config group whose texts of a kind are replaced, in itself and the groups below it."""
     changes: dict[str, Any] = {}
-    dataclass: Any = group
-    kind_of_group: Any = type(group)
-    rules = {name: rule for name, rule, _ in field_rules(kind_of_group)}
-    for name, value in vars(group).items():
-        key = f"{path}.{name}"
+    cls: Any = type(group)
+    rules = {name: rule for name, rule, _ in field_rules(cls)}
+    for name in (field.name for field in dataclasses.fields(cls)):
+        key, value = f"{path}.{name}", getattr(group, name)
         if rules.get(name) == kind and isinstance(value, tuple):
             changes[name] = tuple(replace(f"{key}[{i}]", each) for i, each in enumerate(value))
         elif rules.get(name) == kind and value:
@@ -174,7 +173,8 @@ def _with_texts(
                 for entry, each in value.items()
             }
     changed = {name: value for name, value in changes.items() if value != getattr(group, name)}
-    return dataclasses.replace(dataclass, **changed) if changed else group
+    replaced: Any = dataclasses.replace
+    return replaced(group, **changed) if changed else group
 
 
 @functools.cache

@@ -297,8 +297,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _retry_after_s(error: BaseException) -> float:
     for cause in _chain(error):
         headers = getattr(getattr(cause, "response", None), "headers", {})
-        with contextlib.suppress(ValueError, TypeError, AttributeError):
-            return float(headers.get("Retry-After", ""))
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return float(headers["Retry-After"])
     return 0.0
 
 

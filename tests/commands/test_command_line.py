@@ -53,7 +53,7 @@ def test_options_are_typed():
 
 def test_each_mistake_is_named_with_its_remedy():
     assert problems(TrainOptions, CONFIG) == [
-        "--workdir: required: Folder of the job, made if missing."
+        "--workdir: required: Folder of the job, made if missing; also gs:// or s3://."
     ]
     (said,) = problems(TrainOptions, CONFIG, "--workdir=w", "--config.trainer.minibatch_size=48")
     assert said.startswith("config.trainer.minibatch_size: 48 does not divide")
@@ -91,7 +91,7 @@ def test_the_overview_fits_a_narrow_screen():
         (["train", "--help"], 0, "--workdir=TEXT"),
         (["--version"], 0, "."),
         (["trian"], 1, "error: 'trian' is no command; did you mean 'train'?"),
-        (["export", "--workdir=a"], 1, "--out: required"),
+        (["export", "--workdir=a"], 1, "--out: give a folder to write, or --to=org/name"),
         (["completion", "bash"], 0, "complete -o filenames"),
         (["completion", "fish"], 1, "jaxrl_llm completion bash"),
     ],

@@ -44,7 +44,8 @@ def described(path):
 
 def main(llama_cpp):
     sys.path.insert(0, llama_cpp)
-    conversion = importlib.import_module("conversion")
+    module = "conversion"  # of llama.cpp, installed by nobody
+    conversion = importlib.import_module(module)
     with tempfile.TemporaryDirectory() as temporary:
         result = {}
         for name in gguf_models.CONFIGS:
