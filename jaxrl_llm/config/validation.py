@@ -150,12 +150,11 @@ def with_row_files(group: Group, replace: Callable[[str, str], str], path: str =
     return _with_texts(group, _ROW_FILES, replace, path)
 
 
-def _with_texts(
-    group: Group, kind: TextField, replace: Callable[[str, str], str], path: str
-) -> Group:
+def _with_texts(group: Any, kind: TextField, replace: Callable[[str, str], str], path: str) -> Any:
     """A config group whose texts of a kind are replaced, in itself and the groups below it."""
     changes: dict[str, Any] = {}
-    rules = {name: rule for name, rule, _ in field_rules(type(group))}
+    cls: Any = type(group)
+    rules = {name: rule for name, rule, _ in field_rules(cls)}
     for name, value in vars(group).items():
         key = f"{path}.{name}"
         if rules.get(name) == kind and isinstance(value, tuple):
