@@ -289,12 +289,14 @@ def _evaluation_results(data: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def print_summary(
-    workdir: pathlib.Path, seconds: float, files: Sequence[tuple[str, pathlib.Path]]
+    metrics: bytes, seconds: float, files: Sequence[tuple[str, pathlib.Path]]
 ) -> None:
-    """Prints the result of a run: first and last evaluation, time since this start, its files."""
-    path = workdir / "metrics.jsonl"
+    """Prints the result of a run: first and last evaluation, time since this start, its files.
+
+    `metrics` is the content of its `metrics.jsonl`.
+    """
     steps = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+    for line in metrics.split(b"\n") if metrics else ():
         # Skip lines that are no records: the writer has warned about them.
         with contextlib.suppress(
             ValueError, TypeError, LookupError, AttributeError, RecursionError

@@ -16,6 +16,7 @@ from jaxrl_llm import console
 from jaxrl_llm.config import ProcessesConfig
 from jaxrl_llm.errors import EXIT_USER_ERROR, Interrupted, UserError
 from jaxrl_llm.sharding import cluster_detection, multihost
+from jaxrl_llm.storage import files
 from jaxrl_llm.storage.address import is_remote
 
 # Libraries whose INFO lines only concern their developers.
@@ -160,7 +161,7 @@ def enable_compilation_cache(workdir: str | os.PathLike[str], model: str = "") -
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
-    if not workdir and is_remote(model, "model"):
+    if files.in_bucket(workdir) or (not workdir and is_remote(model, "model")):
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         folder = pathlib.Path(home) / "jaxrl_llm" / "jax_cache"
     else:

@@ -28,7 +28,7 @@ from jaxrl_llm.planning import resolve_sizes
 from jaxrl_llm.planning.model_names import pin_models
 from jaxrl_llm.sampling import policy_sampler
 from jaxrl_llm.sampling.policy_sampler import PolicySampler
-from jaxrl_llm.storage import model_folder
+from jaxrl_llm.storage import files, model_folder
 from jaxrl_llm.types import Weights
 
 DEFAULT_MAX_TOKENS = 4096  # default limit of prompt and answer, if the model allows more
@@ -67,8 +67,9 @@ def load_run(workdir: str | os.PathLike[str], best: bool = False) -> SavedRun:
       ConfigError: If `workdir` is not the folder of a run.
       CheckpointError: If there is no checkpoint, or, when it is read, none is undamaged.
     """
-    config, folder = load_config(workdir), pathlib.Path(workdir)
-    steps = (each for each in folder.glob("checkpoints/*") if each.name.isdecimal())
+    config, folder = load_config(workdir), files.run_path(workdir)
+    saved = folder / "checkpoints"
+    steps = (saved / name for name in files.names(saved) if name.isdecimal())
     if all(map(saver_lib.is_empty, steps)):
         message = f"{folder / 'checkpoints'}: no complete checkpoint; wait until the run has saved"
         raise saver_lib.CheckpointError(f"{message} one (checkpoint.every), or name another run")
@@ -77,7 +78,7 @@ def load_run(workdir: str | os.PathLike[str], best: bool = False) -> SavedRun:
     base: Params = {}
     if config.lora.rank:  # base weights are those that the run began with
         product = folder / "warm_start" / "product"
-        if product.exists():
+        if saver_lib.tree_exists(product):
             abstract = weights_lib.abstract_params(network, models.mesh)
             load = functools.partial(saver_lib.load_tree, product)
             initial_params = layer_restacking.restore_restacked(load, abstract, network.shape)[0]
@@ -115,7 +116,7 @@ def policy_from_run(workdir: str | os.PathLike[str], best: bool = False) -> Save
     config = load_config(workdir).as_rl()
     run = load_run(workdir, best)
     return SavedPolicy(
-        name=pathlib.Path(workdir).resolve().name,
+        name=files.folder_name(workdir),
         config=config,
         models=run.models,
         sampler=policy_sampler.make_sampler(config, run.models, run.base),

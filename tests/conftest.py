@@ -8,8 +8,10 @@ import os
 import pathlib
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 
+import bucket_servers
 import jaxtyping
 import pytest
 import quick_compiler
@@ -43,6 +45,24 @@ def pytest_unconfigure():
 def cache() -> pathlib.Path:
     """Compiled programs, shared by all processes of the session."""
     return pathlib.Path(os.environ[COMPILED])
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """The address of moto's S3 server."""
+    pytest.importorskip("moto")
+    with bucket_servers.running_server("s3") as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def s3_folder(s3_endpoint, monkeypatch) -> pathlib.Path:
+    """A new folder in a bucket of moto, for code that runs in this process."""
+    from jaxrl_llm.storage import files
+
+    for name, value in bucket_servers.client_environment("s3", s3_endpoint).items():
+        monkeypatch.setenv(name, value)
+    return files.run_path(f"s3://{bucket_servers.BUCKET}/{uuid.uuid4().hex}/run")
 
 
 @pytest.fixture

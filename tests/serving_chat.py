@@ -37,7 +37,7 @@ def text_of(request):
 @contextlib.asynccontextmanager
 async def talking(*says, served=SERVED):
     """Gives an `openai` client of a server whose model says these things, and the engine."""
-    engine = SayingEngine(*map(tokens, says))
+    engine = SayingEngine(*map(tokens, says), decode=TOKENIZER.decode)
     driver = Driver(engine, 0.0, max_waiting=8)
     app = make_app(served, driver, Metrics(driver))
     driver.start(call_soon=asyncio.get_running_loop().call_soon_threadsafe)

@@ -81,11 +81,14 @@ class CountingEngine:
 
 
 class SayingEngine(CountingEngine):
-    """Gives the samples of request `i` the tokens of `says[i]`; keeps what it was asked."""
+    """Gives the samples of request `i` the tokens of `says[i]`; keeps what it was asked.
 
-    def __init__(self, *says, **fields):
+    With `decode`, it ends samples at stop strings.
+    """
+
+    def __init__(self, *says, decode=None, **fields):
         super().__init__(**fields)
-        self.says, self.asked = says, []
+        self.says, self.asked, self.decode = says, [], decode
 
     def submit(self, request):
         self.asked.append(request)
@@ -97,6 +100,9 @@ class SayingEngine(CountingEngine):
             tokens = self.says[progress.request]
             at = progress.tokens[0] - 10
             reason = "stop" if at == len(tokens) - 1 else progress.finish_reason
+            stops = self.asked[progress.request].params[progress.sample].stop_strings
+            if self.decode and any(stop in self.decode(tokens[: at + 1]) for stop in stops):
+                reason = "stop"
             told.append(progress._replace(tokens=(tokens[at],), finish_reason=reason))
             if reason:
                 self._samples.pop((progress.request, progress.sample), None)

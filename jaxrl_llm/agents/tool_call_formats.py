@@ -16,7 +16,9 @@ from jaxrl_llm.agents.tool_call_scanner import (
     Paths,
     ScannedCall,
     Scanner,
+    Thinking,
     Waiting,
+    as_thinking,
     parse_json,
     scanned_call,
 )
@@ -58,9 +60,17 @@ class ToolCallFormat(NamedTuple):
         for event in self.events(Scanner(text, ended=True), schemas, open_thinking):
             if isinstance(event, ScannedCall):
                 calls.append(ParsedToolCall(event.name, event.arguments, event.problem))
+            elif isinstance(event, Thinking):
+                texts.append(event.text if event.in_turn else "")
             elif event is not None:
                 texts.append(event)
         return ParsedTurn("".join(texts).strip(), tuple(calls))
+
+
+def thinking_and_text(scan: Scanner, schemas: Schemas, open_thinking: str) -> Events:
+    """Parses a turn of a model that thinks and has no tools to call."""
+    at = yield from scan.thinking(open_thinking)
+    yield from scan.rest(at)
 
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"  # around a call, in three of the formats
@@ -274,7 +284,8 @@ def _harmony(scan: Scanner, schemas: Schemas, open_thinking: str) -> Events:
         if recipient := _RECIPIENT.search(header):
             at = yield from _json_call(scan, start, body, _END_MESSAGE, recipient[1])
             continue
-        end = yield from scan.text_before(_END_MESSAGE, body, emit="analysis" not in header)
+        message = scan.text_before(_END_MESSAGE, body)
+        end = yield from as_thinking(message, in_turn=False) if "analysis" in header else message
         _, at = yield from scan.one_of(_END_MESSAGE, end)
 
 

@@ -1,7 +1,8 @@
 """Reads text that may still grow, for the parsers of tool calls: marks, JSON, values between marks.
 
 A parser is a generator. It yields `None` where it needs more text, a `str` of text outside calls as
-soon as that is certain, and a `ScannedCall` for each call. So one parser serves whole turns and
+soon as that is certain, `Thinking` for the thinking that a turn begins with, and a `ScannedCall`
+for each call. So one parser serves whole turns and
 streamed replies, and reads every character a bounded number of times: a search goes on where it
 stopped when the text grew, and a mark that the ended text does not hold is searched for once.
 """
@@ -33,8 +34,17 @@ class ScannedCall(NamedTuple):
     complete: bool  # its JSON or its closing mark was read: a limit did not cut it
 
 
-Events = Generator[str | ScannedCall | None, None, None]
-Waiting = Generator[str | ScannedCall | None, None, _T]
+class Thinking(NamedTuple):
+    """A piece of the thinking in a turn."""
+
+    text: str
+    is_mark: bool = False  # an opening or closing mark, not its contents
+    in_turn: bool = True  # whether `ParsedTurn.text` has it
+
+
+Event = str | ScannedCall | Thinking | None
+Events = Generator[Event, None, None]
+Waiting = Generator[Event, None, _T]
 Paths = tuple[tuple[tuple[str, ...], ...], ...]
 
 
@@ -135,19 +145,21 @@ class Scanner:
             yield None
 
     def thinking(self, opened: str) -> Waiting[int]:
-        """Yields the thinking that a turn begins with, as text; returns the position behind it.
+        """Yields the thinking that a turn begins with; returns the position behind it.
 
         No mark within it begins a call. `opened`: the mark with which the prompt has opened it.
         """
+        start = 0
         if not opened:
-            opened, _ = yield from self.one_of(tuple(THINKING), 0)
-        if not opened:
-            return 0
+            opened, start = yield from self.one_of(tuple(THINKING), 0)
+            if not opened:
+                return 0
+            yield Thinking(self.text[:start], is_mark=True)
         close = THINKING[opened]
-        position = yield from self.text_before((close,), 0)
+        position = yield from as_thinking(self.text_before((close,), start))
         if not self.text.startswith(close, position):
             return position
-        yield close
+        yield Thinking(close, is_mark=True)
         return position + len(close)
 
     def json(self, start: int) -> Waiting[ParsedJson]:
@@ -211,6 +223,17 @@ class Scanner:
             if not mark:
                 return self.ended and start >= len(self.text)
         return True
+
+
+def as_thinking(events: Waiting[_T], in_turn: bool = True) -> Waiting[_T]:
+    """The same events, with text as `Thinking`."""
+    try:
+        while True:
+            event = next(events)
+            yield Thinking(event, in_turn=in_turn) if isinstance(event, str) else event
+    except StopIteration as stop:
+        result: _T = stop.value
+        return result
 
 
 @functools.cache

@@ -1,6 +1,7 @@
-"""A lock on the folder of a run: one writing process at a time; it ends with the process.
+"""A lock on the folder of a run: one writing process at a time.
 
-On a file system without locks it logs a warning and protects nothing.
+In a local folder it is a file lock, which ends with the process; on a file system without locks it
+logs a warning and protects nothing. In a bucket it is a lease (`storage/lease.py`).
 """
 
 import contextlib
@@ -9,32 +10,34 @@ import fcntl
 import os
 import pathlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO
 
 from absl import logging
 
-from jaxrl_llm.config.workdir import naming_file
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.storage import files, lease
+from jaxrl_llm.storage.lease import OccupiedError
 
 LOCK_FILE = "lock"
 _UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 
-class OccupiedError(UserError, RuntimeError):
-    """Another process is writing into the folder; the message says which."""
-
-
 @contextlib.contextmanager
-def exclusive_lock(folder: pathlib.Path) -> Iterator[None]:
+def exclusive_lock(folder: pathlib.Path) -> Iterator[Callable[[], None]]:
     """Holds the lock of `folder`, which is created if missing, for this process.
 
-    Raises OccupiedError if another process, or another run in this one, holds it.
+    Yields a function that raises OccupiedError once another process has taken the lock, as it can
+    after an outage of a bucket. Raises OccupiedError if another process, or another run in this
+    one, holds it.
     """
+    if files.in_bucket(folder):
+        with lease.held_lease(folder) as held:
+            yield held.check
+        return
     path = folder / LOCK_FILE
     with _acquire_lock(path) as file:
         try:
-            yield
+            yield lambda: None
         finally:
             if _is_same_file(file, path):
                 path.unlink(missing_ok=True)
@@ -42,6 +45,8 @@ def exclusive_lock(folder: pathlib.Path) -> Iterator[None]:
 
 def is_held(folder: pathlib.Path) -> bool:
     """Whether a process holds the lock of `folder`; also true if the file system has no locks."""
+    if files.in_bucket(folder):
+        return lease.is_held(folder)
     try:
         with (folder / LOCK_FILE).open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -53,7 +58,7 @@ def is_held(folder: pathlib.Path) -> bool:
 
 
 def _acquire_lock(path: pathlib.Path) -> IO[str]:
-    with naming_file(path):
+    with files.naming_file(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+")
     try:

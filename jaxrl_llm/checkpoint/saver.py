@@ -21,6 +21,7 @@ from jaxrl_llm.checkpoint import seal
 from jaxrl_llm.config import CheckpointConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding import kv_store_broadcast, multihost
+from jaxrl_llm.storage import files
 
 PathLike = str | os.PathLike[str]
 Tree = Any  # a pytree of arrays, or of jax.ShapeDtypeStructs with shardings
@@ -40,9 +41,20 @@ class Saver:
     At most one save is in flight. Every step records the number of the best step so far.
     """
 
-    def __init__(self, directory: PathLike, config: CheckpointConfig, read_only: bool = False):
-        """Creates `directory` and removes leftovers of a killed save, unless `read_only`."""
-        self._directory = epath.Path(os.path.abspath(directory))
+    def __init__(
+        self,
+        directory: PathLike,
+        config: CheckpointConfig,
+        read_only: bool = False,
+        check_owner: Callable[[], None] = lambda: None,
+    ):
+        """Creates `directory` and removes leftovers of a killed save, unless `read_only`.
+
+        `check_owner` raises if another process has taken over the folder; nothing is saved then.
+        """
+        self._directory = _absolute(directory)
+        self._is_remote = files.in_bucket(self._directory)
+        self._check_owner = check_owner
         self._config = config
         self._read_only = read_only
         self._best: Json = {}  # step and value; empty before the first
@@ -63,7 +75,7 @@ class Saver:
             create=False,  # not supported with named processes
             enable_async_checkpointing=True,
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=processes),
-            temporary_path_class=seal.SealedPath,
+            temporary_path_class=seal.path_class(self._directory, self._check_owner),
         )
         # Compression saves only 7 % of weights, but takes three times as long and twice the memory.
         items = {
@@ -71,7 +83,7 @@ class Saver:
             "meta": ocp.JsonCheckpointHandler(),
         }
         try:
-            if multihost.is_first():
+            if multihost.is_first() and not self._is_remote:
                 self._directory.mkdir(parents=True, exist_ok=True)
                 _remove_empty(self._directory)
             multihost.broadcast_from_host0("made")  # a barrier for the others
@@ -94,7 +106,8 @@ class Saver:
 
     def best_step(self) -> int:
         """The step with the best `config.best_metric`; 0 if the newest step records none."""
-        sealed = [step for step in self._steps() if (self._folder(step) / seal.SEAL_FILE).is_file()]
+        seals = {step: self._folder(step) / seal.SEAL_FILE for step in self._steps()}
+        sealed = [step for step, path in seals.items() if files.is_file(path)]
         return _meta(self._folder(max(sealed)))["best"].get("step", 0) if sealed else 0
 
     def latest_step(self) -> int:
@@ -103,11 +116,10 @@ class Saver:
 
     def _steps(self) -> list[int]:
         """The complete steps, without empty folders."""
-        if self._manager is not None:
+        if self._manager is not None and not self._is_remote:
             steps = list(self._manager.all_steps())
         else:
-            exists = self._directory.exists()
-            steps = ocp.utils.checkpoint_steps(self._directory) if exists else []
+            steps = seal.steps(self._directory)
         return [step for step in steps if not is_empty(self._folder(step))]
 
     def _folder(self, step: int) -> epath.Path:
@@ -133,6 +145,7 @@ class Saver:
             raise ValueError(f"checkpoint step {step}: counts completed steps, at least 1")
         save_args = _save_args(state, extra, self._best)
         self.wait()
+        self._check_owner()
         try:
             if failure := multihost.allgather(self._probe() if multihost.is_first() else "")[0]:
                 raise OSError(failure)
@@ -152,12 +165,12 @@ class Saver:
         # A save that fails immediately leaves Orbax threads that delay process exit by minutes.
         probe = self._directory / "probe.tmp"
         try:
-            probe.write_bytes(bytes(1 << 16))  # more than the metadata of a step
+            files.replace_bytes(probe, bytes(1 << 16))  # more than the metadata of a step
         except OSError as error:
             return str(error)
         finally:
             with contextlib.suppress(OSError):
-                probe.unlink(missing_ok=True)
+                files.remove(probe)
         return ""
 
     def ensure_saved(self, step: int, state: Tree, extra: Json) -> None:
@@ -203,11 +216,12 @@ class Saver:
     ) -> tuple[Tree, Json, int]:
         """Restores (state, extra, step) from the newest undamaged step.
 
-        Damaged steps newer than it are renamed to `damaged.STEP` with a warning, so that the run
-        can write them again. `abstract_state` has the target shardings, or is a function that
-        returns it for the saved `extra`. With `partial`, saved arrays that it lacks are skipped. A
-        `step` above 0 is the newest one to try. Raises CheckpointError if all steps are damaged, or
-        if the saved arrays have other names, shapes or dtypes than `abstract_state`.
+        Damaged steps newer than it are renamed to `damaged.STEP`, in a bucket removed, with a
+        warning, so that the run can write them again. `abstract_state` has the target shardings, or
+        is a function that returns it for the saved `extra`. With `partial`, saved arrays that it
+        lacks are skipped. A `step` above 0 is the newest one to try. Raises CheckpointError if all
+        steps are damaged, or if the saved arrays have other names, shapes or dtypes than
+        `abstract_state`.
         """
         self.wait()
         steps = [s for s in self._steps() if not step or s <= step]
@@ -224,7 +238,9 @@ class Saver:
             logging.warning("%s: damaged, %s; trying the step before it", folder, damage)
             if self._read_only:
                 continue
-            if multihost.is_first():
+            if multihost.is_first() and self._is_remote:
+                files.remove_tree(folder)  # it would have to be copied, byte by byte
+            elif multihost.is_first():
                 moved_folder = self._directory / f"damaged.{step}"
                 moved_folder.rmtree(missing_ok=True)
                 folder.rename(moved_folder)
@@ -246,6 +262,8 @@ class Saver:
 
 def is_empty(folder: PathLike) -> bool:
     """Whether a folder holds no file at any depth: an interrupted copy, not a checkpoint."""
+    if files.in_bucket(folder):
+        return not files.is_file(epath.Path(folder) / seal.SEAL_FILE)
     return not any(files for _, _, files in os.walk(folder))
 
 
@@ -257,16 +275,35 @@ def _remove_empty(directory: epath.Path) -> None:
             folder.rmtree()
 
 
+def _absolute(path: PathLike) -> epath.Path:
+    return epath.Path(path if files.in_bucket(path) else os.path.abspath(path))
+
+
+def tree_exists(path: PathLike) -> bool:
+    """Whether `save_tree` has completed `path`."""
+    folder = _absolute(path)
+    if files.in_bucket(folder):
+        return files.is_file(folder / seal.SEAL_FILE)
+    return bool(folder.exists())
+
+
 def save_tree(path: PathLike, tree: Tree, extra: Mapping[str, Any]) -> None:
     """Writes the result of a stage to `path`; raises CheckpointError, also if `path` exists."""
-    folder = epath.Path(os.path.abspath(path))
-    if folder.exists():
+    folder = _absolute(path)
+    if tree_exists(folder):
         raise CheckpointError(f"{folder}: exists; remove it or choose another path")
     save_args = _save_args(tree, dict(extra), {})
-    handler = ocp.CompositeCheckpointHandler()
+    path_class = seal.path_class(folder)
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(temporary_path_class=path_class)
+    )
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with ocp.Checkpointer(handler, temporary_path_class=seal.SealedPath) as checkpointer:
+        if not files.in_bucket(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        elif multihost.is_first():
+            files.remove_tree(folder)  # left by a killed process
+        multihost.broadcast_from_host0("made")  # a barrier for the others
+        with ocp.Checkpointer(handler, temporary_path_class=path_class) as checkpointer:
             checkpointer.save(folder, args=save_args)
     except Exception as error:
         raise _write_error(folder, error) from error
@@ -277,8 +314,8 @@ def load_tree(path: PathLike, abstract_tree: Tree | Callable[[Json], Tree]) -> t
 
     Raises CheckpointError if it is missing, damaged or has other arrays.
     """
-    folder = epath.Path(os.path.abspath(path))
-    if not folder.exists():
+    folder = _absolute(path)
+    if not files.exists(folder):
         raise CheckpointError(f"{folder}: no such folder")
     if damage := _damage(folder):
         raise CheckpointError(f"{folder}: damaged, {damage}; remove it and run the stage again")

@@ -1,6 +1,5 @@
 """Requests another layout from a running job and waits for its answer."""
 
-import pathlib
 import time
 
 from jaxrl_llm import errors
@@ -8,6 +7,7 @@ from jaxrl_llm.checkpoint import lock
 from jaxrl_llm.commands.options import ControlOptions
 from jaxrl_llm.config import layout_requests
 from jaxrl_llm.config.workdir import load_config, newest_step
+from jaxrl_llm.storage import files
 
 _POLL_S = 0.2
 
@@ -16,14 +16,14 @@ def main(options: ControlOptions) -> None:
     workdir = options.workdir
     layout_text = "" if options.layout == ("config",) else " ".join(options.layout)
     layout_requests.check_layout(workdir, layout_text)
-    if not lock.is_held(pathlib.Path(workdir)):
+    if not lock.is_held(files.run_path(workdir)):
         errors.raise_flag_problems([("workdir", _not_running_message(workdir))])
     num_answers = len(layout_requests.read_answers(workdir))
     layout_requests.request_layout(workdir, layout_text)
     deadline = time.monotonic() + options.wait_s
     while True:
         # Checked before the answers: a run may answer and end at once, and its answer counts.
-        is_running = lock.is_held(pathlib.Path(workdir))
+        is_running = lock.is_held(files.run_path(workdir))
         if len(answers := layout_requests.read_answers(workdir)) > num_answers:
             break
         if not is_running:

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +11,9 @@ from jaxrl_llm.config import yaml_file
 from jaxrl_llm.config.bridge import from_config_dict, to_dict
 from jaxrl_llm.config.job import RLConfig
 from jaxrl_llm.config.placement import LAYOUT_KEYS
-from jaxrl_llm.config.workdir import load_config, replace_text
+from jaxrl_llm.config.workdir import load_config
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.storage import files, line_log
 from jaxrl_llm.text import json_value
 
 _REQUEST_FILE, _ANSWERS_FILE = "control.json", "layouts.jsonl"  # in the folder of a run
@@ -71,39 +71,37 @@ def request_layout(workdir: str | os.PathLike[str], text: str) -> None:
     `check_layout`.
     """
     check_layout(workdir, text)
-    replace_text(pathlib.Path(workdir) / _REQUEST_FILE, json.dumps({"layout": text}))
+    files.replace_text(files.run_path(workdir) / _REQUEST_FILE, json.dumps({"layout": text}))
 
 
 def pending_request(workdir: str | os.PathLike[str]) -> str | None:
     """The pending layout request, None if there is none."""
     try:
-        return str(json_value((pathlib.Path(workdir) / _REQUEST_FILE).read_bytes())["layout"])
+        return str(json_value(files.read_bytes(files.run_path(workdir) / _REQUEST_FILE))["layout"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def withdraw_request(workdir: str | os.PathLike[str]) -> None:
     """Withdraws the pending request."""
-    (pathlib.Path(workdir) / _REQUEST_FILE).unlink(missing_ok=True)
+    files.remove(files.run_path(workdir) / _REQUEST_FILE)
 
 
 def answer_request(workdir: str | os.PathLike[str], step: int, text: str, refused: str) -> None:
     """Answers a request: the layout applies from `step` on, or the reason why it is refused."""
     line = {"step": step, "layout": text, "refused": refused}
-    path = pathlib.Path(workdir) / _ANSWERS_FILE
-    is_truncated = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # by a kill
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n" * is_truncated + json.dumps(line) + "\n")
-    (pathlib.Path(workdir) / _REQUEST_FILE).unlink(missing_ok=True)
+    line_log.append_line(files.run_path(workdir) / _ANSWERS_FILE, json.dumps(line))
+    files.remove(files.run_path(workdir) / _REQUEST_FILE)
 
 
 def read_answers(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All answers so far in order, without malformed lines."""
-    path = pathlib.Path(workdir) / _ANSWERS_FILE
-    if not path.exists():
+    try:
+        content = line_log.read_log(files.run_path(workdir) / _ANSWERS_FILE)
+    except FileNotFoundError:
         return []
     # A kill may have truncated the last line, and a resumed run may have appended to it.
-    *lines, _ = path.read_bytes().split(b"\n")
+    *lines, _ = content.split(b"\n")
     return [answer for answer in map(_parsed_answer, lines) if answer]
 
 

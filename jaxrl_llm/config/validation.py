@@ -155,8 +155,8 @@ def _with_texts(group: Any, kind: TextField, replace: Callable[[str, str], str],
     changes: dict[str, Any] = {}
     cls: Any = type(group)
     rules = {name: rule for name, rule, _ in field_rules(cls)}
-    for name, value in vars(group).items():
-        key = f"{path}.{name}"
+    for name in (field.name for field in dataclasses.fields(cls)):
+        key, value = f"{path}.{name}", getattr(group, name)
         if rules.get(name) == kind and isinstance(value, tuple):
             changes[name] = tuple(replace(f"{key}[{i}]", each) for i, each in enumerate(value))
         elif rules.get(name) == kind and value:
@@ -171,7 +171,8 @@ def _with_texts(group: Any, kind: TextField, replace: Callable[[str, str], str],
                 for entry, each in value.items()
             }
     changed = {name: value for name, value in changes.items() if value != getattr(group, name)}
-    return dataclasses.replace(group, **changed) if changed else group
+    replaced: Any = dataclasses.replace
+    return replaced(group, **changed) if changed else group
 
 
 @functools.cache

@@ -1,18 +1,16 @@
 """The workdir of a run, whose `config.json` ensures that only the same run resumes in it."""
 
-import contextlib
 import json
 import os
-import pathlib
 import re
 import reprlib
-from collections.abc import Iterator
 
 from flax.traverse_util import flatten_dict
 
 from jaxrl_llm.config.bridge import from_config_dict, to_dict
 from jaxrl_llm.config.job import JobConfig
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.storage import files
 from jaxrl_llm.text import json_value
 
 # Settings that a resumed run may change: its length, logging and checkpoints, and the parallelism.
@@ -41,16 +39,17 @@ def check_workdir(config: JobConfig, workdir: str | os.PathLike[str]) -> None:
       ConfigError: If it is a file or lies below one, belongs to a run with other settings or more
         finished steps, or holds outputs without a `config.json`.
     """
-    path = pathlib.Path(workdir).absolute() / "config.json"
-    for folder in path.parents:
+    path = files.absolute(files.run_path(workdir)) / "config.json"
+    for folder in () if files.in_bucket(path) else path.parents:
         if os.path.exists(folder) and not os.path.isdir(folder):
             raise ConfigError(f"--workdir: {folder} is a file; name a folder, made if missing")
-    if not path.exists() and (outputs := [n for n in OUTPUTS if (path.parent / n).exists()]):
+    has_config, entries = files.is_file(path), files.names(path.parent)
+    if not has_config and (outputs := [name for name in OUTPUTS if name in entries]):
         message = (
             f"{workdir} holds {', '.join(outputs)} but no config.json, so it is no run that can"
         )
         raise ConfigError(f"{message} go on; use another --workdir")
-    if path.exists():
+    if has_config:
         ours, theirs = (flatten_dict(to_dict(c), sep=".") for c in (config, load_config(workdir)))
         changed = [
             f"config.{key}: {ours.get(key, 'not set')!r} here, {theirs.get(key, 'not set')!r} there"
@@ -70,9 +69,10 @@ def check_workdir(config: JobConfig, workdir: str | os.PathLike[str]) -> None:
 
 def newest_step(workdir: str | os.PathLike[str]) -> int:
     """The newest step with a complete checkpoint in the folder of a run, 0 if there is none."""
-    folders = pathlib.Path(workdir).glob("checkpoints/*")
-    complete = (each.name for each in folders if (each / SEAL_FILE).is_file())
-    return max((int(name) for name in complete if _STEP.fullmatch(name)), default=0)
+    folder = files.run_path(workdir) / "checkpoints"
+    steps = sorted((int(n) for n in files.names(folder) if _STEP.fullmatch(n)), reverse=True)
+    complete = (step for step in steps if files.is_file(folder / str(step) / SEAL_FILE))
+    return next(complete, 0)
 
 
 def claim_workdir(config: JobConfig, workdir: str | os.PathLike[str], write: bool = True) -> None:
@@ -80,36 +80,14 @@ def claim_workdir(config: JobConfig, workdir: str | os.PathLike[str], write: boo
     check_workdir(config, workdir)
     if write:
         text = json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n"
-        replace_text(pathlib.Path(workdir) / "config.json", text)
-
-
-@contextlib.contextmanager
-def naming_file(path: pathlib.Path) -> Iterator[None]:
-    """Adds `path` to an OSError raised inside; a failed write alone names no file."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def replace_text(path: pathlib.Path, text: str) -> None:
-    """Writes `path` atomically: a reader sees the old or the new file, never a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.tmp")  # one process writes; a kill leaves one at most
-    try:
-        with naming_file(path):
-            partial.write_text(text, encoding="utf-8", errors="replace")  # lone surrogates: "?"
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+        files.replace_text(files.run_path(workdir) / "config.json", text)
 
 
 def load_config(workdir: str | os.PathLike[str]) -> JobConfig:
     """Loads the config of the run in `workdir`; raises ConfigError if it cannot be read."""
-    path = pathlib.Path(workdir) / "config.json"
+    path = files.run_path(workdir) / "config.json"
     try:
-        values = json_value(path.read_bytes())
+        values = json_value(files.read_bytes(path))
         if not isinstance(values, dict):
             raise ValueError(f"it holds {reprlib.repr(values)}, no settings")
     except (OSError, ValueError) as error:

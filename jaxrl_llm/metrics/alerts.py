@@ -26,6 +26,7 @@ from jaxrl_llm.algorithms import lookup
 from jaxrl_llm.config import AlertsConfig, ConfigError
 from jaxrl_llm.config.logging_config import BEFORE_UPDATE, AlertConfig
 from jaxrl_llm.sharding import kv_store_broadcast
+from jaxrl_llm.storage import files
 
 Numbers = Mapping[str, Any]
 
@@ -165,8 +166,9 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
             if name.endswith("/skipped_updates") and number and not skipped_by_kl:
                 readings["nonfinite"] = 1.0
         try:
-            usage = shutil.disk_usage(self._workdir)
-            readings["disk"] = usage.free / usage.total
+            if not files.in_bucket(self._workdir):
+                usage = shutil.disk_usage(self._workdir)
+                readings["disk"] = usage.free / usage.total
         except OSError as error:  # the next write there reports the cause
             logging.warning("alerts: free space of %s is not known: %s", self._workdir, error)
         seconds = numbers["timing_s/step"] - numbers.get("timing_s/testing", 0.0)

@@ -13,6 +13,7 @@ import jax
 from absl import logging
 
 from jaxrl_llm.config import ProfilerConfig
+from jaxrl_llm.storage import mirror
 
 Tree = TypeVar("Tree")
 
@@ -103,12 +104,13 @@ def _devices(tree: Any) -> frozenset[Any]:
 class Profiler(contextlib.AbstractContextManager["Profiler"]):
     """Records a profiler trace of a window of steps, and a memory profile at its end.
 
-    Each process writes into a folder of its own.
+    Each process writes into a folder of its own, which is copied if `folder` is in a bucket.
     """
 
     def __init__(self, config: ProfilerConfig, folder: pathlib.Path):
         self._first, self._last = config.first_step, config.first_step + config.num_steps - 1
-        self._folder = folder / f"process_{jax.process_index()}"
+        self._target = folder / f"process_{jax.process_index()}"
+        self._copying = contextlib.ExitStack()  # copies a finished trace to a bucket
         self._is_tracing = False
 
     def begin(self, step: int) -> None:
@@ -117,6 +119,7 @@ class Profiler(contextlib.AbstractContextManager["Profiler"]):
         if self._first and self._first <= step <= self._last and not self._is_tracing:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # else Python frames of the loop fill the trace
+            self._folder = self._copying.enter_context(mirror.mirrored_folder(self._target))
             jax.profiler.start_trace(str(self._folder), profiler_options=options)
             self._is_tracing = True
 
@@ -125,7 +128,8 @@ class Profiler(contextlib.AbstractContextManager["Profiler"]):
             self._is_tracing = False
             jax.profiler.stop_trace()
             jax.profiler.save_device_memory_profile(str(self._folder / "memory.prof"))
-            logging.info("the profile of steps %d on is in %s", self._first, self._folder)
+            self._copying.close()
+            logging.info("the profile of steps %d on is in %s", self._first, self._target)
 
     def __exit__(self, *exception: Any) -> None:
         self.close()

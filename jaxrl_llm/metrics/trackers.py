@@ -8,6 +8,7 @@ same record. The destination of the records is the tracker's own setting (`WANDB
 import importlib
 import math
 import pathlib
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +17,8 @@ from typing import Any, Protocol
 from flax.traverse_util import flatten_dict
 
 from jaxrl_llm.config import MetricsConfig
-from jaxrl_llm.config.workdir import replace_text
 from jaxrl_llm.errors import check_package
+from jaxrl_llm.storage import files
 
 Sink = Callable[[int, Mapping[str, float]], None]
 OpenTracker = tuple[Sink, Callable[[], None]]  # writes the metrics of a step; ends the run
@@ -48,7 +49,7 @@ def _wandb(
         project=project,
         name=name,
         config=dict(settings),
-        dir=str(workdir),
+        dir=tempfile.mkdtemp() if files.in_bucket(workdir) else str(workdir),
         id=_id(workdir / "wandb_id"),
         resume="allow",
     )
@@ -73,8 +74,8 @@ def _mlflow(
     mlflow = importlib.import_module("mlflow")
     client = mlflow.MlflowClient()
     path = workdir / "mlflow_id"
-    if path.exists():
-        run_id = path.read_text()
+    if files.exists(path):
+        run_id = files.read_text(path)
         client.update_run(run_id, status="RUNNING")
     else:
         experiment_record = client.get_experiment_by_name(project)
@@ -91,7 +92,7 @@ def _mlflow(
         ]
         for first in range(0, len(params), _MLFLOW_PARAMS):
             client.log_batch(run_id, params=params[first : first + _MLFLOW_PARAMS])
-        replace_text(path, run_id)
+        files.replace_text(path, run_id)
 
     def sink(step: int, data: Mapping[str, float]) -> None:
         now = time.time_ns() // 1_000_000
@@ -123,7 +124,7 @@ def open_trackers(
 
 def run_name(config: MetricsConfig, workdir: pathlib.Path) -> str:
     """The name of the run in trackers."""
-    return config.run_name or workdir.absolute().name
+    return config.run_name or files.absolute(workdir).name
 
 
 def check(config: MetricsConfig) -> None:
@@ -134,9 +135,9 @@ def check(config: MetricsConfig) -> None:
 
 
 def _id(path: pathlib.Path) -> str:
-    if not path.exists():
-        replace_text(path, uuid.uuid4().hex)
-    return path.read_text()
+    if not files.exists(path):
+        files.replace_text(path, uuid.uuid4().hex)
+    return files.read_text(path)
 
 
 def _finite(data: Mapping[str, float]) -> dict[str, float]:

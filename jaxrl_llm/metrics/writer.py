@@ -17,8 +17,8 @@ from absl import logging
 
 from jaxrl_llm import console
 from jaxrl_llm.config import MetricsConfig
-from jaxrl_llm.config.workdir import naming_file, replace_text
 from jaxrl_llm.metrics import rollout_dump, trackers
+from jaxrl_llm.storage import files, line_log, mirror
 from jaxrl_llm.text import json_value
 from jaxrl_llm.types import Rewards, Rollouts
 
@@ -27,10 +27,12 @@ class Writer(contextlib.ExitStack):
     """Writes `WORKDIR/metrics.jsonl`, a line `{"step": int, "data": {name: float}}` per call.
 
     Non-finite numbers become null. A line has been handed to the operating system when `write`
-    returns. Opening it drops lines from `first_step` on, which a resumed run writes again, and a
-    line truncated by a crash. `total_steps` is for the progress bar; `position` is the
-    `get_state()` at the beginning of `first_step`. The file system must support appending.
-    `settings` are the job's config as nested dicts, for experiment trackers.
+    returns; in a bucket it is there after `flush`, or half a minute later. Opening it drops
+    lines from `first_step` on, which a resumed run writes again, and a line truncated by a
+    crash. `total_steps` is for the progress bar; `position` is the `get_state()` at the
+    beginning of `first_step`. A local file system must support appending. `settings` are the
+    job's config as nested dicts, for experiment trackers. `check_owner` raises if another
+    process has taken over the folder.
     """
 
     def __init__(
@@ -41,10 +43,13 @@ class Writer(contextlib.ExitStack):
         total_steps: int = 0,
         position: Mapping[str, int] = {},
         settings: Mapping[str, Any] = {},
+        check_owner: Callable[[], None] = lambda: None,
     ):
         super().__init__()
-        self._workdir, self._config = pathlib.Path(workdir), config
+        self._workdir, self._config = files.run_path(workdir), config
+        self._check_owner = check_owner
         self._sinks: list[trackers.Sink] = []
+        self._bucket_log: line_log.BucketLog | None = None
         self.callback(self._sinks.clear)  # no writes after close
         if jax.process_index() != 0:
             return
@@ -95,9 +100,18 @@ class Writer(contextlib.ExitStack):
             for a, b in zip(records, token_records, strict=False)
         ]
         with self._handle_write_failure(f"rollouts of step {step}"):
-            replace_text(self._workdir / "rollouts" / f"{step}.jsonl", "".join(lines))
+            self._check_owner()
+            files.replace_text(self._workdir / "rollouts" / f"{step}.jsonl", "".join(lines))
+
+    def flush(self) -> None:
+        """Puts all lines so far into the bucket, if the folder is in one."""
+        if self._bucket_log is not None:
+            with self._handle_write_failure("metrics.jsonl"):
+                self._bucket_log.flush()
 
     def get_state(self) -> dict[str, int]:
+        if self._bucket_log is not None:
+            return {"num_bytes": self._bucket_log.num_bytes}
         path = self._workdir / "metrics.jsonl"
         return {"num_bytes": path.stat().st_size} if self._sinks and path.exists() else {}
 
@@ -113,22 +127,26 @@ class Writer(contextlib.ExitStack):
 
     def _open_jsonl(self, first_step: int, num_bytes: int) -> None:
         path = self._workdir / "metrics.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        keep_lines_before(path, first_step)
-        if path.exists() and (size := path.stat().st_size) < num_bytes:
+        size = keep_lines_before(path, first_step)
+        if size < num_bytes:
             warning = (
                 "%s: %d bytes up to step %d, %d when the checkpoint was saved; lines are missing"
             )
             logging.warning(warning, path, size, first_step - 1, num_bytes)
+        if files.in_bucket(path):
+            log = self._bucket_log = line_log.BucketLog(path, self._check_owner)
+            self.callback(self._close_log)
+            self._sinks.append(lambda step, data: log.append(jsonl_line(step, data)))
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
         file = self.enter_context(path.open("ab", buffering=0))
         pending: list[bytes] = []  # lines not written yet
 
         def sink(step: int, data: Mapping[str, float]) -> None:
-            record = {"step": step, "data": to_jsonable(data)}
-            pending.append(json.dumps(record, allow_nan=False).encode() + b"\n")
+            pending.append(jsonl_line(step, data))
             size = os.fstat(file.fileno()).st_size
             try:
-                with naming_file(path):
+                with files.naming_file(path):
                     write_all(file, b"".join(pending))
             except OSError:
                 with contextlib.suppress(OSError):
@@ -139,8 +157,8 @@ class Writer(contextlib.ExitStack):
         self._sinks.append(sink)
 
     def _open_tensorboard(self, first_step: int) -> None:
-        folder = str(self._workdir / "tensorboard")
-        writer = tensorboardX.SummaryWriter(folder, purge_step=first_step)
+        folder = self.enter_context(mirror.mirrored_folder(self._workdir / "tensorboard"))
+        writer = tensorboardX.SummaryWriter(str(folder), purge_step=first_step)
 
         def sink(step: int, data: Mapping[str, float]) -> None:
             for name, value in data.items():
@@ -150,13 +168,29 @@ class Writer(contextlib.ExitStack):
         self._sinks.append(sink)
         self.callback(writer.close)
 
+    def _close_log(self) -> None:
+        log, self._bucket_log = self._bucket_log, None
+        if log is not None:
+            with self._handle_write_failure("metrics.jsonl"):
+                log.close()
 
-def keep_lines_before(path: pathlib.Path, first_step: int) -> None:
-    """Removes lines of steps from `first_step` on and, with a warning, invalid lines."""
-    if not path.exists():
-        return
+
+def jsonl_line(step: int, data: Mapping[str, float]) -> bytes:
+    """A line of `metrics.jsonl`."""
+    record = {"step": step, "data": to_jsonable(data)}
+    return json.dumps(record, allow_nan=False).encode() + b"\n"
+
+
+def keep_lines_before(path: pathlib.Path, first_step: int) -> int:
+    """Removes lines of steps from `first_step` on and, with a warning, invalid lines.
+
+    Returns the bytes that are left.
+    """
     kept_lines = []
-    content = path.read_bytes()
+    try:
+        content = line_log.read_log(path)
+    except FileNotFoundError:
+        return 0
     for number, line in enumerate(content.removesuffix(b"\n").split(b"\n"), start=1):
         try:
             is_earlier = json_value(line)["step"] < first_step
@@ -166,8 +200,10 @@ def keep_lines_before(path: pathlib.Path, first_step: int) -> None:
             continue
         if is_earlier:
             kept_lines.append(line.decode() + "\n")
-    if (new_content := "".join(kept_lines)).encode() != content:
-        replace_text(path, new_content)
+    new_content = "".join(kept_lines).encode()
+    if new_content != content:
+        line_log.replace_log(path, new_content)
+    return len(new_content)
 
 
 def to_jsonable(value: Any) -> Any:

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -26,6 +25,7 @@ from jaxrl_llm.planning.memory_plan import MemoryPlan
 from jaxrl_llm.planning.model_names import pin_models
 from jaxrl_llm.planning.run_setting import RunSetting, ScoringModel
 from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.storage import files
 
 Job = TypeVar("Job", bound=JobConfig)
 Supervised = TypeVar("Supervised", bound=SupervisedConfig)
@@ -144,7 +144,7 @@ def resolve(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
 
 def _with_started_sizes(config: Job, workdir: str | os.PathLike[str]) -> Job:
     """The config with the sizes of the run that was started in this folder, if any."""
-    if _has_open_sizes(config) and (pathlib.Path(workdir) / "config.json").exists():
+    if _has_open_sizes(config) and files.is_file(files.run_path(workdir) / "config.json"):
         return _with_sizes_from(config, load_config(workdir))
     return config
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding import multihost
+from jaxrl_llm.storage import files, line_log
 from jaxrl_llm.text import split_lines
 
 FILE_NAME = "schedule.jsonl"
@@ -56,7 +57,7 @@ class AsyncSchedule:
         """The schedule of a run in `workdir`; raises like the constructor."""
         trainer = config.trainer
         replays = trainer.schedule == "replay"
-        path = pathlib.Path(trainer.schedule_file) if replays else workdir / FILE_NAME
+        path = files.run_path(trainer.schedule_file) if replays else workdir / FILE_NAME
         return cls(trainer.schedule, path, trainer.num_steps)
 
     def begin_step(self, step: int, restored: bool) -> bool:
@@ -112,18 +113,18 @@ class AsyncSchedule:
                 "groups": self._groups,
             }
             self._truncate(self._step)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            line_log.append_line(self._path, json.dumps(line))
         self._step = 0
 
     def _truncate(self, step: int) -> None:
         """Removes lines of this and later steps, written before the process was killed."""
         lines = []
         with contextlib.suppress(FileNotFoundError):
-            lines = split_lines(self._path.read_text("utf-8"), keep_ends=True)
+            text = line_log.read_log(self._path).decode("utf-8")
+            lines = split_lines(text, keep_ends=True)
         earlier = lines[: step - 1]
         if len(earlier) < len(lines):
-            self._path.write_text("".join(earlier), "utf-8")
+            line_log.replace_log(self._path, "".join(earlier).encode())
 
 
 def read_schedule(path: pathlib.Path) -> dict[int, dict[str, Any]]:
@@ -133,7 +134,8 @@ def read_schedule(path: pathlib.Path) -> dict[int, dict[str, Any]]:
       ScheduleError: If the file is not a schedule.
     """
     try:
-        lines = [json.loads(line) for line in split_lines(path.read_text("utf-8"))]
+        text = line_log.read_log(path).decode("utf-8")
+        lines = [json.loads(line) for line in split_lines(text)]
         steps = {line["step"]: line for line in lines}
         is_complete = all({"of", "restored", "answers", "groups"} <= line.keys() for line in lines)
         if not is_complete or list(steps) != list(range(1, len(lines) + 1)):

@@ -18,6 +18,7 @@ from jaxrl_llm.models.hf.vocabulary import TokenRanges, is_inside
 from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.engine.requests import EngineStatistics
 from jaxrl_llm.sampling.source import ScoredRollouts
+from jaxrl_llm.storage import files
 from jaxrl_llm.text import split_lines
 from jaxrl_llm.types import Prompt, Rewards, Rollouts, Weights
 
@@ -74,12 +75,14 @@ def find_dumps(paths: Sequence[str | os.PathLike[str]]) -> list[pathlib.Path]:
       DataError: If one is missing, or a folder has none.
     """
     dumps: list[pathlib.Path] = []
-    for path in map(pathlib.Path, paths):
-        if path.is_dir():
-            step_files = [each for each in path.glob("*.jsonl") if each.stem.isdecimal()]
-            dumps += sorted(step_files, key=lambda each: int(each.stem))
-        elif re.fullmatch(r"\d+\.jsonl", path.name) and path.exists():
+    for path in map(files.run_path, paths):
+        is_dump = re.fullmatch(r"\d+\.jsonl", path.name) and files.is_file(path)
+        if is_dump:
             dumps.append(path)
+        elif files.exists(path):
+            step_files = [path / name for name in files.names(path) if name.endswith(".jsonl")]
+            numbered = [each for each in step_files if each.stem.isdecimal()]
+            dumps += sorted(numbered, key=lambda each: int(each.stem))
         else:
             raise DataError(f"--replay: {path}: no dump; name WORKDIR/rollouts/STEP.jsonl")
     if paths and not dumps:
@@ -106,7 +109,7 @@ def read_dump(
         return DataError(f"--replay: {path}: {what}; {remedy}")
 
     try:
-        rows = [json.loads(line) for line in split_lines(path.read_text("utf-8"))]
+        rows = [json.loads(line) for line in split_lines(files.read_text(path))]
         if not all("prompt_tokens" in row for row in rows):
             remedy = "write dumps with --config.metrics.rollout_tokens=True"
             raise dump_error("holds no tokens", remedy)

@@ -3,12 +3,11 @@
 import asyncio
 import concurrent.futures
 import functools
-import json
 import operator
 import reprlib
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 import fastapi
 import prometheus_client
@@ -19,19 +18,30 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrl_llm.agents.tools import special_tokens
-from jaxrl_llm.serving import fields, replies
+from jaxrl_llm.serving import fields, messages_api, replies
 from jaxrl_llm.serving.chat import ChatBody
 from jaxrl_llm.serving.driver import Driver, RejectReason, RequestRejected, SampleEvent
+from jaxrl_llm.serving.messages_api import CountTokensBody, MessagesBody
 from jaxrl_llm.serving.metrics import Metrics, count_requests
-from jaxrl_llm.serving.protocol import ApiError, CompletionBody, GenerationRequest, ServedModel
+from jaxrl_llm.serving.protocol import (
+    ApiError,
+    CompletionBody,
+    GenerationRequest,
+    ServedModel,
+    StreamOptions,
+)
 from jaxrl_llm.serving.replies import (
     ChatFormat,
     CompletionFormat,
     IncrementalDetokenizer,
+    ReplyFormat,
     SampleDelta,
     TokenNames,
 )
-from jaxrl_llm.serving.tool_call_stream import StreamedCall, ToolCallStream
+from jaxrl_llm.serving.tokenization import DetokenizeBody, TokenizeBody, tokenize_reply
+from jaxrl_llm.serving.tool_call_stream import StreamedCall, ToolCallStream, thinking_marks
+
+_T = TypeVar("_T")
 
 # The reply to each reason of the driver to reject: status, OpenAI's error type and code, headers.
 _REFUSALS: Mapping[RejectReason, tuple[int, str, str, Mapping[str, str]]] = {
@@ -72,37 +82,68 @@ def make_app(
     model_card = {"id": served.name, "object": "model", "created": int(time.time())}
     model_card |= {"owned_by": "jaxrl_llm", "max_model_len": served.max_tokens}
 
+    def in_tokenizer_thread(function: Callable[..., _T], *arguments: Any) -> Awaitable[_T]:
+        return asyncio.get_running_loop().run_in_executor(tokenizer_thread, function, *arguments)
+
     def check_model(name: str) -> None:
         if name != served.name:
             message = f"model {name[:100]!r} is not served here; use {served.name!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
     async def answer(
-        request: fastapi.Request, body: CompletionBody | ChatBody, kind: type[CompletionFormat]
+        request: fastapi.Request,
+        body: CompletionBody | ChatBody | MessagesBody,
+        make_format: Callable[[GenerationRequest], ReplyFormat],
     ) -> Response:
         """The reply, or its event stream; the engine is already working on it."""
         check_model(body.model)
-        generation = await asyncio.get_running_loop().run_in_executor(
-            tokenizer_thread, body.generation_request, served
-        )
-        reply_format, active = kind(served.name, token_names, generation), start_request(generation)
+        generation = await in_tokenizer_thread(body.generation_request, served)
+        reply_format, active = make_format(generation), start_request(generation)
         if body.stream:
-            options = body.stream_options
-            include_usage = bool(options and options.include_usage)
-            continuous_usage = bool(include_usage and options and options.continuous_usage_stats)
-            return _EventStream(
-                _server_sent(active, reply_format, include_usage, continuous_usage), active
-            )
+            return _EventStream(_server_sent(active, reply_format), active)
         with active:
             return await _unless_disconnected(request, _complete_reply(active, reply_format))
 
+    def openai_format(
+        kind: type[CompletionFormat], options: StreamOptions | None
+    ) -> Callable[[GenerationRequest], ReplyFormat]:
+        include_usage = bool(options and options.include_usage)
+        continuous_usage = bool(include_usage and options and options.continuous_usage_stats)
+        return lambda generation: kind(
+            model=served.name,
+            names=token_names,
+            generation=generation,
+            include_usage=include_usage,
+            continuous_usage=continuous_usage,
+        )
+
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: fastapi.Request) -> Response:
-        return await answer(request, body, CompletionFormat)
+        return await answer(request, body, openai_format(CompletionFormat, body.stream_options))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: fastapi.Request) -> Response:
-        return await answer(request, body, ChatFormat)
+        return await answer(request, body, openai_format(ChatFormat, body.stream_options))
+
+    @app.post(messages_api.PATH)
+    async def messages(body: MessagesBody, request: fastapi.Request) -> Response:
+        make_format = functools.partial(messages_api.MessagesFormat, served.name)
+        return await answer(request, body, make_format)
+
+    @app.post(f"{messages_api.PATH}/count_tokens")
+    async def count_tokens(body: CountTokensBody) -> dict[str, int]:
+        check_model(body.model)
+        return {"input_tokens": await in_tokenizer_thread(body.num_tokens, served)}
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        check_model(body.model or served.name)
+        return await in_tokenizer_thread(tokenize_reply, body, served)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        check_model(body.model or served.name)
+        return {"prompt": await in_tokenizer_thread(body.text, served)}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -125,7 +166,9 @@ def make_app(
 
     async def handle_error(request: fastapi.Request, error: Exception) -> JSONResponse:
         reply = _as_api_error(error)
-        return JSONResponse(reply.body, reply.status, reply.headers)
+        is_anthropic = request.url.path.startswith(messages_api.PATH)
+        body = messages_api.error_body(reply) if is_anthropic else reply.body
+        return JSONResponse(body, reply.status, reply.headers)
 
     for kind in (ApiError, RequestRejected, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle_error)
@@ -168,16 +211,20 @@ class _Detokenizers:
         self._plain = replies.detokenizer(served.tokenizer)
         self._with_special = replies.detokenizer(served.tokenizer, skip_special_tokens=False)
         self._special = special_tokens(served.tokenizer)
+        marks = thinking_marks(str(served.tokenizer.chat_template))
+        self._hides_marks = any(self._special and self._special.search(mark) for mark in marks)
 
     def transcripts(self, generation: GenerationRequest) -> list[IncrementalDetokenizer]:
-        decode = self._plain if generation.expected_calls is None else self._with_special
+        expected = generation.expected_calls
+        needs_special = expected and (expected.call_format or self._hides_marks)
+        decode = self._with_special if needs_special else self._plain
         return [
             IncrementalDetokenizer(decode, p.stop_tokens, p.stop_strings)
             for p in generation.sampling_params
         ]
 
     def call_streams(self, generation: GenerationRequest) -> list[ToolCallStream]:
-        """A parser of tool calls for each sample; empty if the request has no tools."""
+        """A parser of each sample; empty if replies are text alone."""
         return [
             ToolCallStream(generation.expected_calls, self._special)
             for _ in generation.sampling_params
@@ -246,10 +293,11 @@ class _ActiveRequest:
             text = transcripts[index].extend(progress.tokens, progress.finish_reason)
             offsets = tuple(transcripts[index].offsets)
             reason: str = progress.finish_reason
+            reasoning = ""
             calls: tuple[StreamedCall, ...] = ()
             if call_streams:
                 is_finished = bool(reason)
-                text, calls = call_streams[index].extend(
+                text, reasoning, calls = call_streams[index].extend(
                     text, is_finished, stopped=reason == "stop"
                 )
                 if reason == "stop" and call_streams[index].num_calls:
@@ -262,6 +310,8 @@ class _ActiveRequest:
                 offsets=offsets,
                 finish_reason=reason,
                 calls=calls,
+                reasoning=reasoning,
+                stop_string=transcripts[index].stop_string,
             )
             yield index, piece
 
@@ -278,48 +328,25 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _server_sent(
-    request: _ActiveRequest,
-    reply_format: CompletionFormat,
-    include_usage: bool,
-    continuous_usage: bool,
-) -> AsyncIterator[bytes]:
-    """Yields the server-sent events of a reply.
-
-    Token usage comes in a last chunk of its own or, cumulative, in every chunk.
-    """
-
-    def event(chunk: dict[str, Any]) -> bytes:
-        if include_usage:
-            usage = reply_format.usage(num_tokens) if continuous_usage else None
-            chunk = {"usage": usage, **chunk}
-        data = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
-        return f"data: {data}\n\n".encode()
-
+async def _server_sent(request: _ActiveRequest, reply_format: ReplyFormat) -> AsyncIterator[bytes]:
+    """Yields the server-sent events of a reply."""
     num_tokens = 0
     try:
-        for chunk in reply_format.opening_chunks():
-            yield event(chunk)
+        for event in reply_format.opening_events():
+            yield event
         async for index, piece in request.pieces():
             num_tokens += len(piece.tokens)
-            # A chunk without text is worth sending only for its log-probs or finish reason.
-            if (
-                piece.text
-                or piece.calls
-                or piece.finish_reason
-                or request.generation.with_log_probs
-            ):
-                yield event(reply_format.chunk(index, piece))
-        if include_usage:
-            yield event(reply_format.usage_chunk(num_tokens))
-        yield b"data: [DONE]\n\n"
+            for event in reply_format.events(index, piece, num_tokens):
+                yield event
+        for event in reply_format.closing_events(num_tokens):
+            yield event
     except Exception as error:  # the status is sent already
         if not isinstance(error, ApiError | RequestRejected):
             logging.exception("a stream failed")
-        yield f"data: {json.dumps(_as_api_error(error).body)}\n\n".encode()
+        yield reply_format.error_event(_as_api_error(error))
 
 
-async def _complete_reply(request: _ActiveRequest, reply_format: CompletionFormat) -> Response:
+async def _complete_reply(request: _ActiveRequest, reply_format: ReplyFormat) -> Response:
     samples = [SampleDelta()] * len(request.generation.sampling_params)
     async for index, piece in request.pieces():
         samples[index] = SampleDelta(*map(operator.add, samples[index], piece))

@@ -4,7 +4,7 @@ import inspect
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 from pydantic import Field
@@ -29,7 +29,7 @@ from jaxrl_llm.serving.protocol import (
     ServedModel,
     TopLogProbs,
 )
-from jaxrl_llm.serving.tool_call_stream import ExpectedCalls
+from jaxrl_llm.serving.tool_call_stream import ExpectedCalls, thinking_marks
 from jaxrl_llm.text import text_fault
 from jaxrl_llm.types import PromptImage
 
@@ -195,6 +195,15 @@ class NamedToolChoice(Strict):
     function: ChosenFunction
 
 
+class RenderedPrompt(NamedTuple):
+    """A dialogue as the model reads it."""
+
+    text: str
+    call_start: str  # behind it: the beginning of a call that is forced
+    tokens: tuple[int, ...]  # of both, with placeholders of images expanded
+    images: tuple[PromptImage, ...]
+
+
 class ChatBody(Body):
     """`POST /v1/chat/completions`."""
 
@@ -211,6 +220,7 @@ class ChatBody(Body):
     reasoning_effort: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")] | None = None
     verbosity: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None  # false: thinking is dropped from the reply
 
     @pydantic.model_validator(mode="after")
     def _check_top_logprobs(self) -> "ChatBody":
@@ -268,7 +278,8 @@ class ChatBody(Body):
             else [tool.template_schema for tool in self.tools or ()]
         )
 
-    def generation_request(self, served: ServedModel) -> GenerationRequest:
+    def rendered_prompt(self, served: ServedModel) -> RenderedPrompt:
+        """The prompt of a reply; raises `ApiError` for messages that cannot be rendered."""
         if served.chat_template and not served.tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template; use /v1/completions")
         messages, tools = _template_messages(self.messages), self._template_tools
@@ -298,24 +309,32 @@ class ChatBody(Body):
             tokens, images = expand_tokens(served.pictures, tokens, pictures, "messages")
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
+        return RenderedPrompt(text, call_start, tokens, tuple(images))
+
+    def generation_request(self, served: ServedModel) -> GenerationRequest:
+        prompt, tools = self.rendered_prompt(served), self._template_tools
+        # Harmony has channels for thinking and text, with tools or without.
+        parses_calls = bool(tools) or served.call_format == "harmony"
+        thinks = bool(thinking_marks(str(served.tokenizer.chat_template)))
         expected_calls = ExpectedCalls(
-            served.call_format,
+            served.call_format if parses_calls else "",
             schemas_of(tools),
-            call_start,
+            prompt.call_start,
             only_one=self.parallel_tool_calls is False,
-            open_thinking=open_thinking_mark(text),
+            open_thinking=open_thinking_mark(prompt.text),
+            drops_thinking=self.include_reasoning is False,
         )
         limit = self.max_completion_tokens or self.max_tokens
         num_top = (self.top_logprobs or 0) if self.logprobs else -1
         return self._generation_request(
             served,
-            [tokens],
+            [prompt.tokens],
             "messages",
             limit,
             served.max_tokens,
             num_top,
-            expected_calls if tools else None,
-            images,
+            expected_calls if parses_calls or thinks else None,
+            prompt.images,
         )
 
 

@@ -90,8 +90,8 @@ _BOTH: Mapping[str, Rule] = {
     "allowed_token_ids": REFUSED,
     "truncate_prompt_tokens": REFUSED,
     "prompt_logprobs": REFUSED,
-    "return_token_ids": refused_except(False),
-    "return_tokens_as_token_ids": refused_except(False),
+    "return_token_ids": USED,
+    "return_tokens_as_token_ids": USED,
     "kv_transfer_params": refused_except({}),
     "vllm_xargs": refused_except({}),
     "structured_outputs": REFUSED,
@@ -128,7 +128,7 @@ CHAT: Mapping[str, Rule] = {
     "add_generation_prompt": refused_except(True),
     "continue_final_message": refused_except(False),
     "add_special_tokens": refused_except(False),
-    "include_reasoning": refused_except(True),
+    "include_reasoning": USED,
     "documents": refused_except([]),
     "mm_processor_kwargs": refused_except({}),
 }
@@ -148,6 +148,16 @@ COMPLETION: Mapping[str, Rule] = {
     "function_call": refused_except("none", "auto"),
     "modalities": refused_except(["text"]),
 }
+
+# With `messages`, `/tokenize` has the fields of a chat.
+TOKENIZE: Mapping[str, Rule] = {
+    "model": USED,
+    "prompt": USED,
+    "add_special_tokens": USED,
+    "return_token_strs": USED,
+    "mm_processor_kwargs": refused_except({}),
+}
+DETOKENIZE: Mapping[str, Rule] = {"model": USED, "tokens": USED}
 
 STREAM_OPTIONS: Mapping[str, Rule] = {
     "include_usage": USED,
@@ -215,10 +225,84 @@ TOOL_CHOICE: Mapping[str, Rule] = {
 }
 CHOSEN_FUNCTION: Mapping[str, Rule] = {"name": USED}
 
+# Anthropic's Messages API.
+MESSAGES: Mapping[str, Rule] = {
+    "model": USED,
+    "messages": USED,
+    "system": USED,
+    "max_tokens": USED,
+    "stop_sequences": USED,
+    "stream": USED,
+    "temperature": USED,
+    "top_p": USED,
+    "top_k": USED,
+    "tools": USED,
+    "tool_choice": USED,
+    "thinking": USED,
+    "output_config": USED,
+    "metadata": IGNORED,
+    "service_tier": IGNORED,
+    "cache_control": IGNORED,
+    "speed": IGNORED,
+    "inference_geo": IGNORED,
+    "user_profile_id": IGNORED,
+    "workspace_id": IGNORED,
+    "diagnostics": IGNORED,
+    "container": REFUSED,
+    "context_management": refused_except({}),
+    "mcp_servers": refused_except([]),
+    "output_format": REFUSED,
+}
+API_MESSAGE: Mapping[str, Rule] = {"role": USED, "content": USED}
+BLOCK: Mapping[str, Rule] = {
+    "type": USED,
+    "text": USED,
+    "source": USED,
+    "thinking": USED,
+    "id": USED,
+    "name": USED,
+    "input": USED,
+    "tool_use_id": USED,
+    "content": USED,
+    "cache_control": IGNORED,
+    "signature": IGNORED,  # replies have an empty one
+    "is_error": IGNORED,  # chat templates show a result, which says so itself
+    "caller": IGNORED,
+    "citations": refused_except([]),
+    "toolset_name": REFUSED,
+    "transformations": refused_except([]),
+}
+BLOCK_SOURCE: Mapping[str, Rule] = {"type": USED, "media_type": USED, "data": USED}
+API_TOOL: Mapping[str, Rule] = {
+    "type": USED,
+    "name": USED,
+    "description": USED,
+    "input_schema": USED,
+    "cache_control": IGNORED,
+    "strict": IGNORED,  # as of `tools.function`
+    "input_examples": IGNORED,
+    "eager_input_streaming": IGNORED,
+    "defer_loading": refused_except(False),
+    "allowed_callers": refused_except(["direct"]),
+}
+API_TOOL_CHOICE: Mapping[str, Rule] = {
+    "type": USED,
+    "name": USED,
+    "disable_parallel_tool_use": USED,
+}
+THINKING: Mapping[str, Rule] = {
+    "type": USED,
+    "display": USED,
+    "budget_tokens": IGNORED,  # only `max_tokens` ends thinking
+}
+OUTPUT_CONFIG: Mapping[str, Rule] = {"effort": USED, "format": REFUSED}
+
 # The tables by the place of their fields in a body.
 PLACES: Mapping[str, Mapping[str, Rule]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
+    "/tokenize": TOKENIZE,
+    "/detokenize": DETOKENIZE,
     "stream_options": STREAM_OPTIONS,
     "messages": MESSAGE,
     "messages.tool_calls": TOOL_CALL,
@@ -229,6 +313,14 @@ PLACES: Mapping[str, Mapping[str, Rule]] = {
     "tools.function": FUNCTION,
     "tool_choice": TOOL_CHOICE,
     "tool_choice.function": CHOSEN_FUNCTION,
+    "/v1/messages": MESSAGES,
+    "/v1/messages messages": API_MESSAGE,
+    "/v1/messages messages.content": BLOCK,
+    "/v1/messages messages.content.source": BLOCK_SOURCE,
+    "/v1/messages tools": API_TOOL,
+    "/v1/messages tool_choice": API_TOOL_CHOICE,
+    "/v1/messages thinking": THINKING,
+    "/v1/messages output_config": OUTPUT_CONFIG,
 }
 
 

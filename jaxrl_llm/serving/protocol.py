@@ -78,7 +78,9 @@ class GenerationRequest:
 
     requests: tuple[Request, ...]  # one per prompt
     with_log_probs: bool
-    expected_calls: ExpectedCalls | None = None  # None: no tools, replies are text
+    expected_calls: ExpectedCalls | None = None  # None: replies are text alone
+    with_token_ids: bool = False  # of the prompt and of the reply
+    names_token_ids: bool = False  # log-probs name a token "token_id:17", not by its text
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -88,6 +90,14 @@ class GenerationRequest:
     def sampling_params(self) -> list[SamplingParams]:
         """Sampling parameters of each sample, prompt by prompt."""
         return [params for request in self.requests for params in request.params]
+
+
+def check_text(values: Any) -> Any:
+    """`values`; raises `ApiError` if its texts are no Unicode, or it is nested too deep."""
+    if isinstance(values, dict) and (fault := text_fault(values, MAX_NESTING)):
+        keys, problem = fault
+        raise ApiError(400, f"{'.'.join(keys)}: {problem}; leave it out", param=keys[0])
+    return values
 
 
 class StreamOptions(Strict):
@@ -112,16 +122,15 @@ class Body(Strict):
     min_p: float | None = Field(None, ge=0.0, lt=1.0)
     stop_token_ids: Tokens | None = None
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _check_fields(cls, values: Any) -> Any:
         """Rejects invalid Unicode, unknown fields and unsupported values, naming the field."""
-        if not isinstance(values, dict):
+        if not isinstance(check_text(values), dict):
             return values
-        if fault := text_fault(values, MAX_NESTING):
-            keys, problem = fault
-            raise ApiError(400, f"{'.'.join(keys)}: {problem}; leave it out", param=keys[0])
         for name, value in values.items():
             if value is None or name in cls.model_fields:
                 continue
@@ -174,7 +183,7 @@ class Body(Strict):
     ) -> GenerationRequest:
         stop_tokens = () if self.ignore_eos else served.eos_tokens
         if extra_stop_tokens := self.stop_token_ids:
-            _check_tokens(served, extra_stop_tokens, "stop_token_ids")
+            check_tokens(served, extra_stop_tokens, "stop_token_ids")
             stop_tokens = tuple(dict.fromkeys((*stop_tokens, *extra_stop_tokens)))
             if (count := len(stop_tokens)) > NUM_STOP_TOKENS:
                 message = f"{count} stop tokens with the model's own, at most {NUM_STOP_TOKENS}"
@@ -208,7 +217,13 @@ class Body(Strict):
             )
             sights = served.image_inputs(images, length)
             engine_requests.append(Request(prompt, keys, (params,) * count, image_inputs=sights))
-        return GenerationRequest(tuple(engine_requests), num_top >= 0, calls)
+        return GenerationRequest(
+            requests=tuple(engine_requests),
+            with_log_probs=num_top >= 0,
+            expected_calls=calls,
+            with_token_ids=bool(self.return_token_ids),
+            names_token_ids=bool(self.return_tokens_as_token_ids),
+        )
 
 
 class CompletionBody(Body):
@@ -244,14 +259,14 @@ class CompletionBody(Body):
             if isinstance(prompt, str):
                 prompt = served.tokenizer(prompt)["input_ids"]
             else:
-                _check_tokens(served, prompt, "prompt")
+                check_tokens(served, prompt, "prompt")
             prompts.append(tuple(prompt))
         num_top = -1 if self.logprobs is None else self.logprobs
         # The default of `max_tokens` is 16, as OpenAI's.
         return self._generation_request(served, prompts, "prompt", self.max_tokens, 16, num_top)
 
 
-def _check_tokens(served: ServedModel, tokens: Sequence[int], param: str) -> None:
+def check_tokens(served: ServedModel, tokens: Sequence[int], param: str) -> None:
     size = served.vocab_size
     if outside := [token for token in tokens if not 0 <= token < size]:
         message = f"{param}: token id {outside[0]} is outside the vocabulary of {size}"

@@ -1,7 +1,6 @@
 """Layout changes of a run: from its config, `jaxrl_llm control`, or idle times."""
 
 import os
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from jaxrl_llm.config import ConfigError, RLConfig, layout_requests
 from jaxrl_llm.learner import job_models
 from jaxrl_llm.planning import resolve_sizes
 from jaxrl_llm.sharding import multihost
+from jaxrl_llm.storage import files
 from jaxrl_llm.trainer.idle_balancing import IdleTimeBalancer
 
 
@@ -19,7 +19,7 @@ class RelayoutSchedule:
     """The layout of each step: set by the last command or config entry up to it."""
 
     def __init__(self, config: RLConfig, workdir: str | os.PathLike[str]):
-        self._config, self._workdir = config, pathlib.Path(workdir)
+        self._config, self._workdir = config, files.run_path(workdir)
         self._layout_by_step = layouts_by_step(config)
         # Also commands answered by earlier processes: a resumed run repeats their changes.
         answers = layout_requests.read_answers(workdir) if multihost.is_first() else []

@@ -13,10 +13,8 @@ with TrainingRun(config, workdir) as run:
 """
 
 import contextlib
-import functools
 import os
-import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -39,6 +37,7 @@ from jaxrl_llm.metrics.timers import Clock, Profiler
 from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.models import finite
 from jaxrl_llm.sharding import kv_store_broadcast, multihost
+from jaxrl_llm.storage import files
 from jaxrl_llm.trainer import run_banner
 from jaxrl_llm.trainer.interruption import InterruptionHandler
 
@@ -62,7 +61,8 @@ class TrainingRun(contextlib.ExitStack):
         """A run of `config`; `outer` is the run, if any, that this is a stage of."""
         super().__init__()
         self.config = config
-        self.workdir = pathlib.Path(workdir)
+        self.workdir = files.run_path(workdir)
+        self._check_owner: Callable[[], None] = outer._check_owner if outer else lambda: None
         self.resumed_step = 0  # completed steps when this process began
         self.total_steps = config.trainer.num_steps
         self._outer = outer
@@ -97,9 +97,11 @@ class TrainingRun(contextlib.ExitStack):
         }
         multihost.assert_equal("start", start_facts)
         if multihost.is_first() and not self._outer:
-            self.enter_context(exclusive_lock(self.workdir))
+            self._check_owner = self.enter_context(exclusive_lock(self.workdir))
         claim_workdir(self.config, self.workdir, write=multihost.is_first())
-        self._saver = Saver(self.workdir / "checkpoints", self.config.checkpoint)
+        self._saver = Saver(
+            self.workdir / "checkpoints", self.config.checkpoint, check_owner=self._check_owner
+        )
         self.planned_bytes = planned_bytes
         self._shape = models.policy.shape
         self._print_result = lambda: None
@@ -140,7 +142,15 @@ class TrainingRun(contextlib.ExitStack):
         first = self.resumed_step + 1 if self.resumed_step else 0
         writer_state = saved.get("metrics", {})
         self.writer = self.enter_context(
-            Writer(workdir, config.metrics, first, self.total_steps, writer_state, to_dict(config))
+            Writer(
+                workdir,
+                config.metrics,
+                first,
+                self.total_steps,
+                position=writer_state,
+                settings=to_dict(config),
+                check_owner=self._check_owner,
+            )
         )
         self._profiler = self.enter_context(Profiler(config.profiler, workdir / "profile"))
         return state
@@ -164,10 +174,14 @@ class TrainingRun(contextlib.ExitStack):
 
     def begin_step(self, step: int, state: Any) -> Clock:
         """Begins a step: a stop before `commit_step` saves `state` and raises `Interrupted`."""
+        self._check_owner()
         clock = Clock()
-        save = functools.partial(
-            self._saver.ensure_saved, step - 1, state, self._checkpoint_state()
-        )
+        position = self._checkpoint_state()
+
+        def save() -> None:
+            self.writer.flush()
+            self._saver.ensure_saved(step - 1, state, position)
+
         self.interruption.set_resume_point(step - 1, save)
         self._profiler.begin(step)
         return clock
@@ -201,6 +215,7 @@ class TrainingRun(contextlib.ExitStack):
         # Save last: every step in a checkpoint then has its metrics written.
         is_due = self._saver.should_save(step, self.total_steps, numbers)
         if self.interruption.step_exceeds_grace(self._saver.is_saving) or is_due:
+            self.writer.flush()
             self._saver.save(step, state, self._checkpoint_state())
 
     def _checkpoint_state(self) -> dict[str, Mapping[str, Any]]:

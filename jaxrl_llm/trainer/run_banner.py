@@ -13,6 +13,7 @@ from jaxrl_llm.learner.job_models import Models
 from jaxrl_llm.planning import accelerators
 from jaxrl_llm.planning.accelerators import GIB
 from jaxrl_llm.sharding import multihost
+from jaxrl_llm.storage import files, line_log
 
 
 def print_banner(
@@ -29,12 +30,17 @@ def print_banner(
         print(f"{name:<7}  {text}", flush=True)
 
     def close() -> None:
-        dumps = [each for each in (workdir / "rollouts").glob("*.jsonl") if each.stem.isdecimal()]
+        dumps = [workdir / "rollouts" / name for name in files.names(workdir / "rollouts")]
+        dumps = [path for path in dumps if path.suffix == ".jsonl" and path.stem.isdecimal()]
         dumps.sort(key=lambda path: int(path.stem))
-        files = [("numbers", workdir / "metrics.jsonl")]
-        files += [("samples", path) for path in dumps[-1:]]
-        files.append(("weights", workdir / "checkpoints" / str(config.trainer.num_steps)))
-        console.print_summary(workdir, time.monotonic() - begin, files)
+        outputs = [("numbers", workdir / "metrics.jsonl")]
+        outputs += [("samples", path) for path in dumps[-1:]]
+        outputs.append(("weights", workdir / "checkpoints" / str(config.trainer.num_steps)))
+        try:
+            metrics = line_log.read_log(workdir / "metrics.jsonl")
+        except FileNotFoundError:
+            metrics = b""
+        console.print_summary(metrics, time.monotonic() - begin, outputs)
 
     return close
 
@@ -62,5 +68,5 @@ def _banner_lines(
         "devices": f"{len(jax.devices())} {kind}" + (f", {split}" if split else ""),
         "memory": memory,
         "steps": f"{config.trainer.num_steps}, each {config.step_contents}",
-        "files": str(workdir.absolute()),
+        "files": str(files.absolute(workdir)),
     }

@@ -31,6 +31,7 @@ from jaxrl_llm.sampling.async_source import AsyncSource
 from jaxrl_llm.sampling.policy_sampler import PolicySampler
 from jaxrl_llm.sampling.source import RolloutSource, SyncSource
 from jaxrl_llm.sharding import device_pools
+from jaxrl_llm.storage import files
 from jaxrl_llm.trainer import relayout_schedule, supervised
 from jaxrl_llm.trainer.evaluation import Evaluator
 from jaxrl_llm.trainer.run import TrainingRun
@@ -126,7 +127,7 @@ def validate_run(
     for text in relayout_schedule.layouts_by_step(config).values():
         relayout_schedule.config_with_layout(config, text)
     if config.trainer.schedule == "replay":
-        async_schedule.read_schedule(pathlib.Path(config.trainer.schedule_file))
+        async_schedule.read_schedule(files.run_path(config.trainer.schedule_file))
     policy = models.policy
     dump_source.check_dumps(replay, config, policy.shape.vocab_size, policy.suppressed_tokens)
     return ValidatedRun(models, training_set, held_out, planned_bytes, world)

@@ -12,7 +12,6 @@ have no folder.
 import dataclasses
 import functools
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,6 +42,7 @@ from jaxrl_llm.rewards import truth_checks
 from jaxrl_llm.sampling import policy_sampler
 from jaxrl_llm.sharding import kv_store_broadcast, multihost
 from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.storage import files
 from jaxrl_llm.trainer.evaluation import Evaluator, HeldOutLoss
 from jaxrl_llm.trainer.run import TrainingRun
 from jaxrl_llm.types import Weights
@@ -345,7 +345,7 @@ def _run_stage(
     start.
     """
     product = run.workdir / folder / "product"
-    if product.exists():
+    if saver.tree_exists(product):
         load = functools.partial(saver.load_tree, product)
         return layer_restacking.restore_restacked(load, abstract, models.policy.shape)[0]
     rows = objective.rows("train")
@@ -357,5 +357,5 @@ def _run_stage(
     layers = {layer_restacking.LAYERS_KEY: layer_restacking.layers_by_stack(models.policy.shape)}
     saver.save_tree(product, params, {"num_steps": stage.trainer.num_steps, **layers})
     if multihost.is_first():
-        shutil.rmtree(product.parent / "checkpoints")  # RL needs only the product
+        files.remove_tree(product.parent / "checkpoints")  # RL needs only the product
     return params

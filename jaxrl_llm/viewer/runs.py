@@ -3,15 +3,16 @@
 import array
 import collections
 import dataclasses
+import io
 import math
 import os
-import pathlib
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.storage import files, line_log
 from jaxrl_llm.text import json_value
 
 # The curves shown first, in this order: title, metrics of which the first available is shown.
@@ -74,9 +75,9 @@ class RecordedRun:
 
     def __init__(self, workdir: str | os.PathLike[str]):
         """Reads the metrics; raises NotARun if the folder does not contain a run."""
-        self.path = pathlib.Path(workdir)
-        self.name = self.path.absolute().name
-        if not any((self.path / name).exists() for name in ("metrics.jsonl", "config.json")):
+        self.path = files.run_path(workdir)
+        self.name = files.absolute(self.path).name
+        if not {"metrics.jsonl", "config.json"} & set(files.names(self.path)):
             raise NotARunError(f"{workdir}: no folder of a run, it has no metrics.jsonl")
         self._lock = threading.Lock()  # several browsers may ask at the same time
         self._reset()
@@ -98,21 +99,24 @@ class RecordedRun:
 
     def _refresh(self) -> None:
         try:
-            with (self.path / "metrics.jsonl").open("rb") as file:
-                file.seek(self._offset - len(self._last_line))
-                if file.read(len(self._last_line)) != self._last_line:
-                    self._reset()
-                    file.seek(0)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break  # still being written
-                    self._offset += len(line)
-                    self._last_line = line
-                    self._append(line)
+            path = self.path / "metrics.jsonl"
+            content = line_log.read_log(path, self._offset - len(self._last_line))
+            if content.startswith(self._last_line):
+                content = content[len(self._last_line) :]
+            else:
+                self._reset()
+                content = line_log.read_log(path)
+            for line in io.BytesIO(content):
+                if not line.endswith(b"\n"):
+                    break  # still being written
+                self._offset += len(line)
+                self._last_line = line
+                self._append(line)
         except FileNotFoundError:
             self._reset()
         except OSError as error:
-            raise NotARunError(f"{self.path / 'metrics.jsonl'}: {error.strerror}") from error
+            cause = error.strerror or error
+            raise NotARunError(f"{self.path / 'metrics.jsonl'}: {cause}") from error
 
     def _append(self, line: bytes) -> None:
         try:
@@ -171,8 +175,7 @@ class RecordedRun:
 
     def dumped_steps(self) -> list[int]:
         """The steps with a dump of their samples, ascending."""
-        folder = self.path / "rollouts"
-        names = os.listdir(folder) if folder.is_dir() else []
+        names = files.names(self.path / "rollouts")
         return sorted(int(n[:-6]) for n in names if re.fullmatch(r"[0-9]{1,15}\.jsonl", n))
 
     def read_samples(self, step: int) -> Iterator[tuple[int, dict[str, Any] | None]]:
@@ -181,12 +184,12 @@ class RecordedRun:
         Yields nothing if the step has no dump.
         """
         try:
-            with (self.path / "rollouts" / f"{step}.jsonl").open("rb") as file:
-                for row, line in enumerate(file):
-                    try:
-                        yield row, _parsed_sample(line)
-                    except ValueError:
-                        yield row, None
+            path = self.path / "rollouts" / f"{step}.jsonl"
+            for row, line in enumerate(io.BytesIO(files.read_bytes(path))):
+                try:
+                    yield row, _parsed_sample(line)
+                except ValueError:
+                    yield row, None
         except OSError:  # not a file, or removed
             return
 

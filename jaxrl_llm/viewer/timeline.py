@@ -3,12 +3,12 @@
 import collections
 import dataclasses
 import os
-import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.storage import files
 
 # Kinds of programs in the order of the legend: colour, pattern of the names of their programs.
 PROGRAM_KINDS: Mapping[str, tuple[str, str]] = {
@@ -52,13 +52,15 @@ def read_traces(workdir: str | os.PathLike[str]) -> list[Trace]:
     """
     from jax.profiler import ProfileData
 
-    files = sorted(pathlib.Path(workdir, "profile").rglob("*.xplane.pb"))
-    if not files:
+    folder = files.run_path(workdir) / "profile"
+    traces = sorted(name for name in files.files_below(folder) if name.endswith(".xplane.pb"))
+    if not traces:
         raise NoTraceError(
             f"{workdir}: no trace of this run; record one with"
             " --config.profiler.first_step=5 --config.profiler.num_steps=3"
         )
-    return [_trace(ProfileData.from_file(str(path))) for path in files]
+    contents = (files.read_bytes(folder / name) for name in traces)
+    return [_trace(ProfileData.from_serialized_xspace(content)) for content in contents]
 
 
 def _trace(profile) -> Trace:

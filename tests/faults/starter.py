@@ -30,6 +30,7 @@ from jaxrl_llm.rewards import reward_pool
 from jaxrl_llm.rollout import episode_runner, episodes
 from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.sampling import async_schedule, async_source, policy_sampler, source
+from jaxrl_llm.storage import files, lease, line_log
 from jaxrl_llm.trainer import evaluation, supervised
 from jaxrl_llm.trainer import rl as rl  # imported once, for all runs
 
@@ -91,6 +92,19 @@ OF_AHEAD = {
     "ahead_scheduled": (async_schedule.AsyncSchedule, "end_step", "after", 3),
 }
 
+# Of a run in a bucket, beside those of RL.
+OF_BUCKETS = {
+    "lease_taken": (lease.Lease, "acquire", "after", 1),
+    "log_flush_before": (line_log.BucketLog, "flush", "before", 1),
+    "log_flush_after": (line_log.BucketLog, "flush", "after", 1),
+    "object_half": (files, "replace_bytes", "before", 4),
+    **{name: POINTS[name] for name in ("restored", "update_between", "dumped", "save_begun")},
+    "item_before": (seal.SealedObjects, "finalize", "before", 1),
+    "item_complete": (seal.SealedObjects, "finalize", "after", 1),
+    "sealing_before": (seal.SealedObjects, "finalize", "before", 3),
+    **{name: POINTS[name] for name in ("seal_before", "seal_half", "seal_after", "saved")},
+}
+
 # Of jobs on given answers; the others are as in RL.
 OF_JOBS = {
     "job_setup": (weights, "initial_params", "before", 1),
@@ -122,7 +136,13 @@ def halved(function, die):
 
 def arm(point: str, number: signal.Signals) -> None:
     """Makes this process send itself a signal at a point, once."""
-    owner, name, when, at = {**POINTS, **OF_JOBS, **OF_AGENTS, **OF_AHEAD}[point]
+    owner, name, when, at = {
+        **POINTS,
+        **OF_JOBS,
+        **OF_AGENTS,
+        **OF_AHEAD,
+        **OF_BUCKETS,
+    }[point]
     function = getattr(owner, name)
     calls = itertools.count(1)
 

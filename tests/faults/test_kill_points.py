@@ -71,10 +71,13 @@ JOBS = {"sft_tiny": "sft", "dpo_tiny": "dpo", "reward_model_tiny": "reward_model
 class Starter:
     """Starts runs of one algorithm in one folder."""
 
-    def __init__(self, name: str, workdir: pathlib.Path, cache: pathlib.Path, **settings):
+    def __init__(
+        self, name: str, workdir: pathlib.Path, cache: pathlib.Path, address: str = "", **settings
+    ):
+        """`address` is that of a folder in a bucket, which takes the place of `workdir`."""
         self.workdir = workdir
         self.log = workdir.with_suffix(".log")
-        self._arguments = [*runs.flags(name, settings), f"--workdir={workdir}"]
+        self._arguments = [*runs.flags(name, settings), f"--workdir={address or workdir}"]
         self._process = subprocess.Popen(
             [sys.executable, pathlib.Path(starter.__file__)],
             stdin=subprocess.PIPE,
@@ -83,7 +86,9 @@ class Starter:
             cwd=runs.ROOT,
             env={
                 **os.environ,
-                "PYTHONPATH": str(runs.ROOT),
+                "PYTHONPATH": os.pathsep.join(
+                    filter(None, [str(runs.ROOT), os.environ.get("PYTHONPATH")])
+                ),
                 "JAX_PLATFORMS": "cpu",
                 "XLA_FLAGS": quick_compiler.flags(1),
                 "JAX_COMPILATION_CACHE_DIR": str(cache),

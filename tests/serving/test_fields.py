@@ -17,7 +17,7 @@ from serving_engine import SayingEngine
 from starlette.testclient import TestClient
 from written_calls import TOOLS
 
-from jaxrl_llm.serving import chat, fields, protocol
+from jaxrl_llm.serving import chat, fields, messages_api, protocol, tokenization
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.driver import Driver
 from jaxrl_llm.serving.metrics import Metrics
@@ -28,6 +28,8 @@ REQUIRED = ("model", "messages", "prompt", "max_tokens")  # the last one by this
 MODELS = {
     "/v1/chat/completions": [chat.ChatBody],
     "/v1/completions": [protocol.CompletionBody],
+    "/tokenize": [tokenization.TokenizePrompt],
+    "/detokenize": [tokenization.DetokenizeBody],
     "stream_options": [protocol.StreamOptions],
     "messages": [chat.ChatMessage],
     "messages.tool_calls": [chat.MessageToolCall],
@@ -38,6 +40,20 @@ MODELS = {
     "tools.function": [chat.FunctionDefinition],
     "tool_choice": [chat.NamedToolChoice],
     "tool_choice.function": [chat.ChosenFunction],
+    "/v1/messages": [messages_api.CountTokensBody, messages_api.MessagesBody],
+    "/v1/messages messages": [messages_api.ApiMessage],
+    "/v1/messages messages.content": [
+        messages_api.TextBlock,
+        messages_api.ImageBlock,
+        messages_api.ThinkingBlock,
+        messages_api.ToolUseBlock,
+        messages_api.ToolResultBlock,
+    ],
+    "/v1/messages messages.content.source": [messages_api.ImageSource],
+    "/v1/messages tools": [messages_api.ApiTool],
+    "/v1/messages tool_choice": [messages_api.ApiToolChoice],
+    "/v1/messages thinking": [messages_api.ThinkingConfig],
+    "/v1/messages output_config": [messages_api.OutputConfig],
 }
 
 
@@ -278,6 +294,88 @@ def test_variables_reach_the_template(sent, said):
     with client_of("It is 2.", served=served) as (client, engine):
         assert post(client, **sent).status_code == 200
         assert said in tokenizer.decode(engine.asked[-1].tokens)
+
+
+def test_thinking_comes_as_reasoning_content_and_is_taken_back():
+    tokenizer = serving_model.byte_tokenizer(f"{VARIABLES}{{# <think></think> #}}")
+    served = ServedModel("m", tokenizer, SERVED.eos_tokens, len(tokenizer), max_tokens=2000)
+
+    async def scenario():
+        reply = "<think>\none and one\n</think>\n\nIt is 2."
+        async with talking(reply, reply, reply, "So.", served=served) as (client, engine):
+            chat = client.chat.completions
+            request = {"model": "m", "messages": [ASK], "logprobs": True}
+            choice = (await chat.create(**request)).choices[0]
+            assert choice.message.content == "It is 2."
+            assert choice.message.reasoning_content == "one and one"
+            assert len(choice.logprobs.content) == len(tokens(reply))
+            text = reasoning = ""
+            async for chunk in await chat.create(**request, stream=True):
+                delta = chunk.choices[0].delta
+                text += delta.content or ""
+                reasoning += getattr(delta, "reasoning_content", "")
+            assert (text, reasoning) == ("It is 2.", "one and one")
+            hidden = await chat.create(**request, extra_body={"include_reasoning": False})
+            assert hidden.choices[0].message.content == "It is 2."
+            assert "reasoning_content" not in hidden.choices[0].message.model_dump()
+            request["messages"] = [ASK, choice.message.model_dump(), ASK]
+            await chat.create(**request)
+            assert "<think>one and one</think>It is 2." in text_of(engine.asked[-1])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("place", ["/v1/chat/completions", "/v1/completions"])
+def test_token_ids_come_with_the_reply(place):
+    ids, is_chat = tokens("It is 2."), "chat" in place
+    options = {"return_token_ids": True, "max_tokens": 100, "n": 2}
+    with client_of("It is 2.", "It is 2.", "It is 2.", served=SERVED) as (client, engine):
+        reply = post(client, place, **options).json()
+        prompt = list(engine.asked[-1].tokens)
+        assert [choice["token_ids"] for choice in reply["choices"]] == [ids, ids]
+        holders = [reply] if is_chat else reply["choices"]
+        assert [holder["prompt_token_ids"] for holder in holders] == [prompt] * len(holders)
+        lines = post(client, place, **options, stream=True).text.split("\n\n")
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        for index in range(2):
+            mine = [c for c in chunks if c["choices"][0]["index"] == index]
+            assert [t for c in mine for t in c["choices"][0].get("token_ids", ())] == ids
+            (first,) = [h for c in mine for h in (c, *c["choices"]) if "prompt_token_ids" in h]
+            assert first["prompt_token_ids"] == prompt
+        log_probs = {"logprobs": True if is_chat else 0, "return_tokens_as_token_ids": True}
+        named = post(client, place, max_tokens=100, **log_probs).json()["choices"][0]["logprobs"]
+        names = [each["token"] for each in named["content"]] if is_chat else named["tokens"]
+        assert names == [f"token_id:{token}" for token in ids]
+        assert "token_ids" not in post(client, place).json()["choices"][0]
+
+
+def test_texts_and_dialogues_are_tokenized_and_back():
+    with client_of("It is 2.", served=SERVED) as (client, engine):
+        text = "a <eos> b"
+        ids = TOKENIZER(text)["input_ids"]
+        reply = client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+        assert (reply["tokens"], reply["count"], reply["max_model_len"]) == (ids, len(ids), 2000)
+        assert TOKENIZER.convert_tokens_to_ids(reply["token_strs"]) == ids
+        back = client.post("/detokenize", json={"model": "m", "tokens": ids}).json()
+        assert back == {"prompt": text}
+        # A dialogue is what a chat's reply follows.
+        chat = {"model": "m", "messages": [ASK], "tools": TOOLS}
+        reply = client.post("/tokenize", json=chat).json()
+        client.post("/v1/chat/completions", json=chat)
+        assert reply["tokens"] == list(engine.asked[-1].tokens)
+        assert reply["token_strs"] is None
+        for path, body, param in (
+            ("/tokenize", {}, "prompt"),
+            ("/tokenize", {"prompt": 1}, "prompt"),
+            ("/tokenize", {"prompt": "a", "echo": True}, "echo"),
+            ("/tokenize", {"messages": []}, "messages"),
+            ("/detokenize", {"tokens": [10**6]}, "tokens"),
+            ("/detokenize", {"tokens": ["a"]}, "tokens"),
+        ):
+            refused = client.post(path, json=body)
+            assert refused.status_code == 400, body
+            assert refused.json()["error"]["param"] == param, refused.json()
+        assert client.post("/tokenize", json={**chat, "model": "x"}).status_code == 404
 
 
 @pytest.mark.parametrize("place", ["/v1/chat/completions", "/v1/completions"])

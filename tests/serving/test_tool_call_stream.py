@@ -20,15 +20,29 @@ from jaxrl_llm.serving.tool_call_stream import ExpectedCalls, ToolCallStream
 SPECIAL = special_tokens(TOKENIZER)
 
 
-def read(name, pieces, special=SPECIAL, **fields):
-    """Returns (text, [(number, name, arguments)]) of a reply that comes in pieces."""
-    reader = ToolCallStream(ExpectedCalls(name, SCHEMAS, **fields), special)
-    told, made = "", []
+def split_reply(name, pieces, special=SPECIAL, **fields):
+    """(text, reasoning, [(number, name, arguments)]) of a reply that comes in pieces."""
+    stream = ToolCallStream(ExpectedCalls(name, SCHEMAS, **fields), special)
+    text, reasoning, calls = "", "", []
     for i, piece in enumerate(pieces):
-        text, new = reader.extend(piece, i == len(pieces) - 1)
-        told += text
-        made += [(call.number, call.name, json.loads(call.arguments)) for call in new]
-    return told, made
+        delta = stream.extend(piece, i == len(pieces) - 1)
+        text, reasoning = text + delta.text, reasoning + delta.reasoning
+        calls += [(call.number, call.name, json.loads(call.arguments)) for call in delta.calls]
+    return text, reasoning, calls
+
+
+def read(name, pieces, special=SPECIAL, **fields):
+    """(text, [(number, name, arguments)]) of a reply that comes in pieces."""
+    text, _, calls = split_reply(name, pieces, special, **fields)
+    return text, calls
+
+
+def without_thinking(name, text, open_thinking):
+    """The text of a turn behind the thinking that it begins with."""
+    thinks = text.lstrip().startswith("<think>")
+    if name == "harmony" or not (open_thinking or thinks):
+        return text
+    return text.partition("</think>")[2].lstrip()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -48,10 +62,10 @@ def test_a_reply_is_the_same_in_any_pieces(name):
 
 def test_text_and_calls_are_told_as_soon_as_they_are_certain():
     stream = ToolCallStream(ExpectedCalls("hermes", SCHEMAS), None)
-    assert stream.extend("I add <t", False) == ("I add", ())
-    assert stream.extend("wo numbers ", False) == (" <two numbers", ())
-    assert stream.extend(CALL[:-1], False) == ("", ())
-    (text, (call,)) = stream.extend(CALL[-1], False)
+    assert stream.extend("I add <t", False) == ("I add", "", ())
+    assert stream.extend("wo numbers ", False) == (" <two numbers", "", ())
+    assert stream.extend(CALL[:-1], False) == ("", "", ())
+    (text, _, (call,)) = stream.extend(CALL[-1], False)
     assert text == "" and (call.name, call.number) == ("add", 0)
     assert json.loads(call.arguments) == {"a": 1, "note": "é"}
     # What is no call is told as it was written; the one before it was told.
@@ -62,7 +76,7 @@ def test_text_and_calls_are_told_as_soon_as_they_are_certain():
     # A limit may cut a call.
     cut = WRITTEN["qwen3_coder"][0].removesuffix("</tool_call>")
     stream = ToolCallStream(ExpectedCalls("qwen3_coder", SCHEMAS), None)
-    assert stream.extend(cut, True, stopped=False) == (cut.strip(), ())
+    assert stream.extend(cut, True, stopped=False) == (cut.strip(), "", ())
 
 
 def test_a_reply_that_begins_within_thinking_makes_calls_behind_it():
@@ -70,9 +84,39 @@ def test_a_reply_that_begins_within_thinking_makes_calls_behind_it():
     for size in (1, 5, 1000):
         text = thought + CALL
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        told, made = read("hermes", pieces, open_thinking="<think>")
-        assert told == thought.strip() and len(made) == 1
+        told, reasoning, made = split_reply("hermes", pieces, open_thinking="<think>")
+        assert (told, reasoning) == ("", f"I may {CALL} or not.") and len(made) == 1
         assert len(read("hermes", pieces)[1]) == 2  # outside thinking both are calls
+
+
+@pytest.mark.parametrize(
+    ("reply", "open_thinking", "text", "reasoning"),
+    [
+        ("<think>\none and one\n</think>\n\nIt is 2.", "", "It is 2.", "one and one"),
+        ("one and one\n</think>\n\nIt is 2.", "<think>", "It is 2.", "one and one"),
+        ("[THINK]a < b[/THINK]It is 2.", "", "It is 2.", "a < b"),
+        ("<think>one and", "", "", "one and"),
+        ("<think></think> It is 2.", "", "It is 2.", ""),
+        (" It is <think>2</think>. ", "", " It is <think>2</think>. ", ""),
+    ],
+)
+def test_a_model_without_tools_thinks_and_replies(reply, open_thinking, text, reasoning):
+    for size in (1, 3, 100):
+        pieces = [reply[i : i + size] for i in range(0, len(reply), size)]
+        split = split_reply("", pieces, None, open_thinking=open_thinking)
+        assert split == (text, reasoning, [])
+        dropped = split_reply("", pieces, None, open_thinking=open_thinking, drops_thinking=True)
+        assert dropped == (text, "", [])
+
+
+def test_harmony_thinks_in_a_channel():
+    reply = (
+        "<|channel|>analysis<|message|>one and one<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>It is 2."
+    )
+    for size in (1, 3, 1000):
+        pieces = [reply[i : i + size] for i in range(0, len(reply), size)]
+        assert split_reply("harmony", pieces, None) == ("It is 2.", "one and one", [])
 
 
 @hypothesis.settings(max_examples=150, deadline=None)
@@ -86,13 +130,14 @@ def test_any_text_is_the_same_in_any_pieces(name, parts, size, open_thinking):
     """What is told of a stream does not depend on its pieces, and is what a whole turn says."""
     text = "".join(parts)
     pieces = [text[i : i + size] for i in range(0, len(text), size)] or [""]
-    told, made = read(name, pieces, special=None, open_thinking=open_thinking)
-    whole = read(name, [text], special=None, open_thinking=open_thinking)
-    assert (told, [call[1:] for call in made]) == (whole[0], [call[1:] for call in whole[1]])
+    told, thoughts, made = split_reply(name, pieces, special=None, open_thinking=open_thinking)
+    whole = split_reply(name, [text], special=None, open_thinking=open_thinking)
+    assert (told, thoughts) == whole[:2]
+    assert [call[1:] for call in made] == [call[1:] for call in whole[2]]
     parsed = FORMATS[name].parse(text, SCHEMAS, open_thinking)
     if not any(call.problem for call in parsed.calls):
         assert (told, [call[1:] for call in made]) == (
-            parsed.text,
+            without_thinking(name, parsed.text, open_thinking),
             [(call.name, call.arguments) for call in parsed.calls],
         )
 

@@ -1,20 +1,16 @@
 """A model folder in S3, by moto's server."""
 
-import importlib
-
+import bucket_servers
 import hf_checkpoints
 import jax
 import numpy as np
 import pytest
+import s3fs
 
 from jaxrl_llm.models.hf import checkpoint
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.storage import bucket, model_folder
+from jaxrl_llm.storage import bucket, files, model_folder
 from jaxrl_llm.storage.bucket import BucketError
-
-pytest.importorskip("s3fs")
-pytest.importorskip("moto.server")
-bucket_servers = pytest.importorskip("bucket_servers")
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +22,13 @@ def endpoint():
 def connect(address, monkeypatch):
     for name, value in bucket_servers.client_environment("s3", address).items():
         monkeypatch.setenv(name, value)
-    importlib.import_module("s3fs").S3FileSystem.clear_instance_cache()
-    bucket._connect.cache_clear()
-    return bucket._connect("s3")
+    s3fs.S3FileSystem.clear_instance_cache()
+    return files.file_system("s3://")
 
 
 @pytest.fixture
 def store(endpoint, monkeypatch):
     yield connect(endpoint, monkeypatch)
-    bucket._connect.cache_clear()
     model_folder.forget_folders()
 
 
