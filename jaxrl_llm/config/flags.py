@@ -189,7 +189,8 @@ def _unknown_key(parts: Sequence[str], expected: Any, values: Any) -> Iterator[s
         elif typing.get_origin(expected) is Mapping:
             if part not in values and not _takes_new_entries(expected, values):
                 has = f"the config file has no such entry (it has: {', '.join(values) or 'none'})"
-                remedy = f"set the whole group, --{path}=\"{{'{part}': {{...}}}}\""
+                entry = "{...}" if dataclasses.is_dataclass(typing.get_args(expected)[1]) else "..."
+                remedy = f"set the whole group, --{path}=\"{{'{part}': {entry}}}\""
                 yield f"{path}.{part}: {has}; {remedy}"
                 return
             expected = typing.get_args(expected)[1]

@@ -150,9 +150,7 @@ def with_row_files(group: Group, replace: Callable[[str, str], str], path: str =
     return _with_texts(group, _ROW_FILES, replace, path)
 
 
-def _with_texts(
-    group: Group, kind: TextField, replace: Callable[[str, str], str], path: str
-) -> Group:
+def _with_texts(group: Any, kind: TextField, replace: Callable[[str, str], str], path: str) -> Any:
     """A config group whose texts of a kind are replaced, in itself and the groups below it."""
     changes: dict[str, Any] = {}
     cls: Any = type(group)

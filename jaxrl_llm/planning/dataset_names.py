@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import pathlib
 from typing import TypeVar
 
 from jaxrl_llm.config.validation import ConfigGroup, with_row_files
@@ -11,6 +10,7 @@ from jaxrl_llm.config.workdir import load_config
 from jaxrl_llm.data.rows.row_files import pinned_entry
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.sharding import multihost
+from jaxrl_llm.storage import files
 
 Config = TypeVar("Config", bound=ConfigGroup)
 
@@ -54,7 +54,7 @@ def _pinned_entries(config: ConfigGroup, workdir: str | os.PathLike[str]) -> dic
 
 def _begun_entries(workdir: str | os.PathLike[str]) -> tuple[str, ...]:
     """The entries of the run in a folder; none without a run."""
-    if not workdir or not (pathlib.Path(workdir) / "config.json").exists():
+    if not workdir or not files.is_file(files.run_path(workdir) / "config.json"):
         return ()
     entries: dict[str, str] = {}
     with contextlib.suppress(ConfigError):  # reported by `check_workdir`

@@ -22,7 +22,7 @@ from jaxrl_llm.config.datasets.slices import split_slice
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.rows import hub_datasets
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.storage import hub
+from jaxrl_llm.storage import files, hub
 from jaxrl_llm.storage.address import BucketAddress, HubAddress, LocalAddress, parse_address
 
 SUFFIXES = (".csv", ".json", ".jsonl", ".parquet")
@@ -110,15 +110,15 @@ def pinned_entry(entry: str, saved: tuple[str, ...] = ()) -> str:
 def _bucket_files(address: BucketAddress) -> list[str]:
     """The files of rows at an address that fsspec reads: a file, all below a folder, or a glob."""
     with _remote_errors(address.text):
-        files = fsspec.filesystem(address.protocol)
-        path = files._strip_protocol(address.text)
+        system = _file_system(address)
+        path = system._strip_protocol(address.text)
         if glob.has_magic(address.path):
-            names = files.glob(path)
-        elif files.isfile(path):
+            names = system.glob(path)
+        elif system.isfile(path):
             file_format(path)
             names = [path]
         else:
-            names = files.find(path)
+            names = system.find(path)
     names = sorted(name for name in names if is_row_file(name))
     if not names:
         known = ", ".join(SUFFIXES)
@@ -126,6 +126,12 @@ def _bucket_files(address: BucketAddress) -> list[str]:
     if address.protocol in ("http", "https"):  # names are whole addresses
         return names
     return [f"{address.protocol}://{name.lstrip('/')}" for name in names]
+
+
+def _file_system(address: BucketAddress) -> Any:
+    if address.protocol in files.STORES:
+        return files.file_system(address.text)
+    return fsspec.filesystem(address.protocol)
 
 
 def _local_files(address: str) -> list[str]:
@@ -141,11 +147,11 @@ def _local_files(address: str) -> list[str]:
     else:
         below = map(pathlib.Path, glob.iglob(address, recursive=True))
         place = "match this pattern"
-    files = [str(each) for each in sorted(below) if is_row_file(str(each)) and each.is_file()]
-    if not files:
+    paths = [str(each) for each in sorted(below) if is_row_file(str(each)) and each.is_file()]
+    if not paths:
         known = ", ".join(SUFFIXES)
         raise DataError(f"{address}: no files with rows {place}; known: {known}")
-    return files
+    return paths
 
 
 def _near_files(path: pathlib.Path) -> str:
@@ -181,7 +187,7 @@ def _binary_file(path: str) -> Any:
     """The file behind an address, which may seek."""
     location = LocalAddress(path) if os.path.exists(path) else parse_address(path)
     if isinstance(location, BucketAddress):
-        return fsspec.open(location.text, "rb").open()
+        return _file_system(location).open(location.text, "rb")
     if isinstance(location, HubAddress):
         path = str(hub.download(location, [location.path]) / location.path)
     return open(path, "rb")

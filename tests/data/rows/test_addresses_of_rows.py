@@ -208,11 +208,7 @@ def test_only_row_groups_in_the_slice_are_read_from_a_bucket(bucket, monkeypatch
             read += len(content)
             return content
 
-    class Opened:
-        def open(self):
-            return Counted(sink.getvalue())
-
-    monkeypatch.setattr(fsspec, "open", lambda *_: Opened())
+    monkeypatch.setattr(type(bucket), "open", lambda *_: Counted(sink.getvalue()))
     assert answers("memory://bucket/large.parquet[95%:]") == list(range(380, 400))
     assert 200_000 < read < len(sink.getvalue()) / 8  # a twentieth, and twice the footer
 
@@ -221,7 +217,7 @@ def test_a_failing_store_is_an_error(bucket, monkeypatch):
     def fail(*_):
         raise RuntimeError("503 Slow Down")
 
-    monkeypatch.setattr(fsspec, "open", fail)
+    monkeypatch.setattr(type(bucket), "open", fail)
     with pytest.raises(DataError, match=r"cannot be read \(RuntimeError: 503 Slow Down\)"):
         answers("memory://bucket/rows/a.jsonl")
 
