@@ -169,7 +169,9 @@ def test_a_second_writer_is_refused(endpoint, kind, tmp_path, cache, monkeypatch
 @pytest.mark.slow
 @pytest.mark.multihost
 @pytest.mark.parametrize("kind", ["s3"])
-def test_two_processes_write_one_checkpoint(endpoint, download, kind, tmp_path, cache, monkeypatch):
+def test_one_process_goes_on_from_a_checkpoint_of_two(
+    endpoint, download, kind, tmp_path, cache, monkeypatch
+):
     for name, value in client_environment(kind, endpoint).items():
         monkeypatch.setenv(name, value)
     settings = {**SETTINGS, "trainer.num_steps": 2}
@@ -177,8 +179,13 @@ def test_two_processes_write_one_checkpoint(endpoint, download, kind, tmp_path, 
     address = f"{kind}://{BUCKET}/two"
     for folder in (tmp_path / "reference", address):
         processes.run([*command, f"--workdir={folder}"], 2, 1, cache)
+    settings["trainer.num_steps"] = 4
+    for folder, place in ((tmp_path / "reference", ""), (tmp_path / "run", address)):
+        with Starter("grpo_tiny", folder, cache, place, **settings) as start:
+            assert start.run() == 0, start.log.read_text()[-3000:]
+            assert "resumed after step 2" in start.log.read_text()
     download(address, tmp_path / "run")
-    check_same(tmp_path / "run", tmp_path / "reference", 2, LEARNED)
+    check_same(tmp_path / "run", tmp_path / "reference", 4, LEARNED)
     assert seal.damage(tmp_path / "run" / "checkpoints" / "2") == ""
 
 
