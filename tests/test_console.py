@@ -135,7 +135,9 @@ def test_the_end_compares_the_evaluations_and_names_the_files(tmp_path, capsys):
         for step, value in ((0, 0.25), (1, None), (2, 0.5), (3, 0.75)):
             found = {"val-core/sums/mean@2": value, "val-core/sums/pass@2": np.nan}
             writer.write(step, STEP, {} if value is None else found)
-    console.print_summary(tmp_path, 75.0, [("numbers", tmp_path / "metrics.jsonl")])
+    console.print_summary(
+        (tmp_path / "metrics.jsonl").read_bytes(), 75.0, [("numbers", tmp_path / "metrics.jsonl")]
+    )
     time_line, heads, rule, mean, passed, numbers = capsys.readouterr().out.splitlines()
     assert time_line == "done in 1 min 15 s" and heads.split() == ["step", "0", "step", "3"]
     assert mean.split() == ["sums/mean@2", "0.25", "0.75"]

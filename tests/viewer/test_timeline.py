@@ -58,10 +58,10 @@ def workdir(tmp_path, monkeypatch):
     for process, planes in enumerate((CPU, TPU)):
         folder = tmp_path / f"profile/process_{process}/plugins"
         folder.mkdir(parents=True)
-        (folder / "host.xplane.pb").touch()
-        found[f"process_{process}"] = profile(**planes)
-    read = lambda path: found[path.split("/")[-3]]  # noqa: E731
-    monkeypatch.setattr(profiler, "ProfileData", types.SimpleNamespace(from_file=read))
+        (folder / "host.xplane.pb").write_bytes(b"%d" % process)
+        found[b"%d" % process] = profile(**planes)
+    read = types.SimpleNamespace(from_serialized_xspace=found.__getitem__)
+    monkeypatch.setattr(profiler, "ProfileData", read)
     return tmp_path
 
 
