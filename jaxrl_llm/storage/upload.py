@@ -4,6 +4,7 @@ A folder that this package uploads has a README.md with the tag `TAG` in its YAM
 none is not replaced.
 """
 
+import functools
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -117,7 +118,8 @@ def _check_origin(where: str, paths: set[str], read: Callable[[str], bytes]) -> 
 def is_own_card(text: str) -> bool:
     """Whether a README.md is of an upload of this package: its header has the tag `TAG`."""
     try:
-        return TAG in (huggingface_hub.ModelCard(text, ignore_metadata_errors=True).data.tags or ())
+        header = huggingface_hub.ModelCard(text, ignore_metadata_errors=True).data
+        return TAG in (header.get("tags") or ())
     except Exception:  # not a card: no header, or broken YAML
         return False
 
@@ -152,15 +154,14 @@ def _upload_to_bucket(folder: pathlib.Path, address: BucketAddress) -> str:
     }
     names = sorted(local_files, key=lambda name: (name in _READ_FIRST, name))
     for name in names:
-        _bucket_result(
-            address, lambda name=name: files.put_file(str(local_files[name]), f"{root}/{name}")
-        )
+        upload = functools.partial(files.put_file, str(local_files[name]), f"{root}/{name}")
+        _bucket_result(address, upload)
     if any(folder.glob(_WEIGHTS[0])):
         for path in before:
             name = path.removeprefix(root).lstrip("/")
             is_weights = any(pathlib.PurePath(name).match(pattern) for pattern in _WEIGHTS)
             if is_weights and name not in local_files:
-                _bucket_result(address, lambda path=path: files.rm_file(path))
+                _bucket_result(address, functools.partial(files.rm_file, path))
     return address.text
 
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxrl_llm.models.hf import checkpoint
 
+CONVERTER = "conversion"  # a package of llama.cpp's checkout
 GOLDENS = pathlib.Path(__file__).parent
 WEIGHT_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
 
@@ -44,7 +45,7 @@ def described(path):
 
 def main(llama_cpp):
     sys.path.insert(0, llama_cpp)
-    conversion = importlib.import_module("conversion")
+    conversion = importlib.import_module(CONVERTER)
     with tempfile.TemporaryDirectory() as temporary:
         result = {}
         for name in gguf_models.CONFIGS:
