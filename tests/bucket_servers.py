@@ -24,14 +24,14 @@ BUCKET = "runs"
 def _serve_s3() -> str:
     import logging
 
-    import boto3
+    import s3fs
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     endpoint = "http://{}:{}".format(*server.get_host_and_port())
-    boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket=BUCKET)
+    s3fs.S3FileSystem(endpoint_url=endpoint).mkdir(BUCKET)
     return endpoint
 
 

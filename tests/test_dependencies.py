@@ -18,6 +18,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = {
     "absl": "absl-py",
     "agents": "openai-agents",
+    "google": "google-cloud-storage",  # google.cloud.exceptions comes with it
     "griffe": "mkdocstrings",  # which is built on it
     "grpc": "grpcio",
     "jaxlib": "jax",  # which needs its own version of it

@@ -48,7 +48,7 @@ class TrainOptions(JaxOptions):
     module = "train"
     positional = "replay"
     config: JobConfig = option("Name of a starter config; a .py, .yaml or config.json file.")
-    workdir: Folder = option("Folder of the job, made if missing.")
+    workdir: Folder = option("Folder of the job, made if missing; also gs:// or s3://.")
     dry_run: bool = option("Only check; print the plan and all settings.", False)
     replay: tuple[str, ...] = option("Learn from these dumps, rollouts/STEP.jsonl.", ())
 

@@ -19,18 +19,26 @@ from jaxrl_llm.config.bridge import JOBS, default_config_dict, type_description,
 from jaxrl_llm.config.job import RLConfig
 from jaxrl_llm.config.validation import ConfigGroup
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.storage import files
 
 
 def load(file: str) -> Any:
     """Loads a config file, or a starter config by name.
 
-    A YAML file gives settings over the defaults; a Python file the result of its `get_config`, to
-    which text after a colon is passed. Entries of named groups are completed with their defaults,
-    so that the command line can set every field.
+    A YAML file, which may be in a bucket, gives settings over the defaults; a Python file the
+    result of its `get_config`, to which text after a colon is passed. Entries of named groups are
+    completed with their defaults, so that the command line can set every field.
 
     Raises:
       ConfigError: If the file is missing or defines no config; names the line.
     """
+    if files.in_bucket(file):
+        if not file.endswith(yaml_file.SUFFIXES):
+            kinds = ", ".join(yaml_file.SUFFIXES)
+            raise ConfigError(f"--config: {file}: in a bucket only {kinds} are read; copy the file")
+        values = _over_defaults(yaml_file.read(file))
+        _fill_entries(values, _job_class(values))
+        return values
     path, *argument = file.split(":", 1)
     if not os.path.isfile(path):  # `isfile` does not raise for impossible names
         starter = starters.find(path)

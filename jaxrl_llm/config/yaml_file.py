@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.storage import files
 
 SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -59,8 +60,7 @@ def read(path: str) -> Mapping[str, Any]:
       ConfigError: With the line, if it is no YAML, or holds no mapping.
     """
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            content = file.read()
+        content = files.read_bytes(files.run_path(path)).decode("utf-8-sig")
         values = _values(content, path.endswith(".json"))
     except (*_BAD_YAML, OSError) as error:
         mark = getattr(error, "problem_mark", None)

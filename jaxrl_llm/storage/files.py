@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import fsspec
 from absl import logging
-from etils import epath
 
 from jaxrl_llm.errors import ConfigError, UserError
 
@@ -32,7 +31,7 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.25, 10.0
 
 
 class _Store(NamedTuple):
-    """What a kind of bucket needs."""
+    """The packages and options of a kind of bucket."""
 
     package: str  # its fsspec file system
     extra: str  # of this package, which installs it
@@ -92,10 +91,12 @@ def run_path(workdir: PathLike) -> pathlib.Path:
     scheme, _, rest = address.partition("://")
     if scheme not in _STORES:
         known = ", ".join(f"{name}://" for name in _STORES)
-        raise ConfigError(f"--workdir: {address}: {scheme}:// cannot hold a run; use {known}")
+        raise ConfigError(f"{address}: {scheme}:// cannot hold a run; use {known}")
     if not rest.strip("/") or rest.startswith("/"):
-        raise ConfigError(f"--workdir: {address}: names no bucket; write {scheme}://BUCKET/FOLDER")
+        raise ConfigError(f"{address}: names no bucket; write {scheme}://BUCKET/FOLDER")
     _connect(scheme)
+    from etils import epath  # the command line imports this module, and needs no bucket
+
     return epath.Path(f"{scheme}://{rest.rstrip('/')}")
 
 
@@ -257,7 +258,7 @@ def sizes(folder: pathlib.Path) -> dict[str, int]:
 
 
 def _entries(folder: pathlib.Path) -> dict[str, Mapping[str, Any]]:
-    """What fsspec tells of the files and folders directly in a folder in a bucket, by name."""
+    """The entries that fsspec lists directly in a folder in a bucket, by name."""
     address = os.fspath(folder)
     try:
         entries = request(folder, "listed", lambda: file_system(folder).ls(address, detail=True))

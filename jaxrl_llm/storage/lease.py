@@ -7,6 +7,7 @@ only one of several can win. No clocks of two machines are compared.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import pathlib
@@ -89,13 +90,14 @@ class _GcsObject:
     """By `ifGenerationMatch`; 0 stands for an object that does not exist."""
 
     def __init__(self, path: pathlib.Path):
-        from google.cloud import storage
-
+        storage = importlib.import_module("google.cloud.storage")
         bucket, _, key = os.fspath(path).partition("://")[2].partition("/")
-        self._blob = storage.Client().bucket(bucket).blob(key)
+        # Objects are not addressed by project; without one the client refuses to be made.
+        client = storage.Client(project=os.environ.get("GOOGLE_CLOUD_PROJECT", "none"))
+        self._blob = client.bucket(bucket).blob(key)
 
     def read(self) -> Versioned:
-        from google.api_core.exceptions import NotFound
+        from google.cloud.exceptions import NotFound
 
         while True:
             try:
@@ -108,7 +110,7 @@ class _GcsObject:
                     return Versioned(b"", _ABSENT)
 
     def replace(self, content: bytes, generation: str) -> str:
-        from google.api_core.exceptions import PreconditionFailed
+        from google.cloud.exceptions import PreconditionFailed
 
         try:
             self._blob.upload_from_string(content, if_generation_match=int(generation or 0))

@@ -24,7 +24,8 @@ def mirrored_folder(folder: pathlib.Path, copy_s: float = COPY_S) -> Iterator[pa
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="jaxrl_llm_") as name:
-        local, copied = pathlib.Path(name), {}
+        local = pathlib.Path(name)
+        copied: dict[pathlib.Path, tuple[int, int]] = {}  # size and time of what was copied
         closed = threading.Event()
 
         def copy_changes() -> None:
