@@ -20,7 +20,7 @@ from jaxrl_llm.storage import files
 from jaxrl_llm.storage.address import is_remote
 
 # Libraries whose INFO lines only concern their developers.
-_QUIET_LIBRARIES = ("orbax", "tensorboardX", "xla_bridge")
+_QUIET_LIBRARIES = ("orbax", "tensorboardX", "xla_bridge", "httpx")
 # Errors that a user can fix: a full disk, missing permission, a name that cannot be a folder.
 _DISK_ERRORS = (
     {errno.EDQUOT, errno.EFBIG, errno.ENOSPC}

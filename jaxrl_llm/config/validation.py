@@ -138,9 +138,10 @@ def with_models(group: Group, replace: Callable[[str, str], str], path: str = "c
         "config.rewards.models.judge.path".
     """
     changes: dict[str, Any] = {}
-    rules = {name: rule for name, rule, _ in field_rules(type(group))}
-    for name, value in vars(group).items():
-        key = f"{path}.{name}"
+    cls: Any = type(group)
+    rules = {name: rule for name, rule, _ in field_rules(cls)}
+    for name in (field.name for field in dataclasses.fields(cls)):
+        key, value = f"{path}.{name}", getattr(group, name)
         if rules.get(name) == _MODEL and value:
             changes[name] = replace(key, value)
         elif isinstance(value, ConfigGroup):
@@ -153,7 +154,8 @@ def with_models(group: Group, replace: Callable[[str, str], str], path: str = "c
                 for entry, each in value.items()
             }
     changed = {name: value for name, value in changes.items() if value != getattr(group, name)}
-    return dataclasses.replace(group, **changed) if changed else group
+    replaced: Any = dataclasses.replace
+    return replaced(group, **changed) if changed else group
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Tokenizers: from a Hugging Face folder, or the built-in character-level one.
 
-Nothing is downloaded and no code from a folder is run.
+No code from a folder is run.
 """
 
 import functools

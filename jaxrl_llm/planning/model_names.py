@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import pathlib
 from typing import TypeVar
 
 from jaxrl_llm.config.validation import ConfigGroup, with_models
@@ -73,9 +72,8 @@ def _pinned_addresses(config: ConfigGroup, workdir: str | os.PathLike[str]) -> d
 
 def _stored_models(workdir: str | os.PathLike[str]) -> dict[str, str]:
     """The model addresses of the run in a folder by their keys; empty without a run."""
-    if not workdir or not (pathlib.Path(workdir) / "config.json").exists():
-        return {}
     models: dict[str, str] = {}
-    with contextlib.suppress(ConfigError):  # reported by `check_workdir`
-        with_models(load_config(workdir), lambda key, text: models.setdefault(key, text))
+    if workdir:
+        with contextlib.suppress(ConfigError):  # none yet, or reported by `check_workdir`
+            with_models(load_config(workdir), lambda key, text: models.setdefault(key, text))
     return models

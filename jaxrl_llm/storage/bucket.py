@@ -1,6 +1,5 @@
 """Files in buckets and other stores that fsspec knows, read by byte ranges."""
 
-import functools
 import logging
 import pathlib
 import random
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 import fsspec
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.storage import files
 from jaxrl_llm.storage.address import BucketAddress
 
 T = TypeVar("T")
@@ -19,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 # Seconds before each further attempt of a request, after those of the store's own library.
 RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package
 _COPY_BYTES = 1 << 26  # of one request while a file is copied
 
 
@@ -33,10 +32,10 @@ def list_files(address: BucketAddress) -> dict[str, int]:
     Raises:
       BucketError: If there is no such folder, or it cannot be read.
     """
-    files = _file_system(address)
-    root = files._strip_protocol(address.text).rstrip("/")
+    system = _file_system(address)
+    root = system._strip_protocol(address.text).rstrip("/")
     # `find` of a web server would follow all links.
-    entries = _retried(address, lambda: files.find(root, maxdepth=2, detail=True))
+    entries = _retried(address, lambda: system.find(root, maxdepth=2, detail=True))
     sizes = {name.removeprefix(root).lstrip("/"): info["size"] for name, info in entries.items()}
     sizes.pop("", None)
     if not sizes:
@@ -53,8 +52,8 @@ def read_range(address: BucketAddress, name: str, begin: int, end: int) -> bytes
     if end <= begin:
         return b""
     path = f"{address.text}/{name}" if name else address.text
-    files = _file_system(address)
-    data = _retried(address, lambda: files.cat_file(path, start=begin, end=end), name)
+    system = _file_system(address)
+    data = _retried(address, lambda: system.cat_file(path, start=begin, end=end), name)
     if len(data) != end - begin:
         raise BucketError(
             f"{path}: {len(data)} bytes came for the range {begin} to {end}; the file is cut short,"
@@ -65,8 +64,8 @@ def read_range(address: BucketAddress, name: str, begin: int, end: int) -> bytes
 
 def copy_file(address: BucketAddress, folder: pathlib.Path) -> pathlib.Path:
     """Copies a file into a local folder; raises BucketError."""
-    files = _file_system(address)
-    num_bytes = _retried(address, lambda: files.info(address.text))["size"]
+    system = _file_system(address)
+    num_bytes = _retried(address, lambda: system.info(address.text))["size"]
     target = folder / address.path.rpartition("/")[2]
     with target.open("wb") as file:
         for begin in range(0, num_bytes, _COPY_BYTES):
@@ -75,25 +74,20 @@ def copy_file(address: BucketAddress, folder: pathlib.Path) -> pathlib.Path:
 
 
 def _file_system(address: BucketAddress) -> Any:
+    """The file system of an address; raises ConfigError if its package is missing."""
     try:
-        return _connect(address.protocol)
+        if address.protocol in files.STORES:
+            return files.file_system(address.text)
+        return fsspec.filesystem(address.protocol)
     except ImportError as error:
-        extra = _EXTRAS.get(address.protocol)
-        remedy = f"pip install 'jaxrl_llm[{extra}]'" if extra else "install it"
         raise BucketError(
             f"{address.text}: {address.protocol}:// needs a package that is missing ({error});"
-            f" {remedy}, or use a local folder"
+            " install it, or use a local folder"
         ) from error
+    except UserError:
+        raise
     except Exception as error:  # each store has errors of its own, for credentials among others
         raise BucketError(f"{address.text}: {type(error).__name__}: {error}") from error
-
-
-@functools.cache
-def _connect(protocol: str) -> Any:
-    # A cached listing would hide what another process has written.
-    return fsspec.filesystem(
-        protocol, **({"use_listings_cache": False} if protocol in _EXTRAS else {})
-    )
 
 
 def _retried(address: BucketAddress, request: Callable[[], T], name: str = "") -> T:

@@ -39,7 +39,7 @@ class _Store(NamedTuple):
 
 
 # A cached listing would hide what another host has written.
-_STORES = {
+STORES = {
     "gs": _Store("gcsfs", "gcs", {"use_listings_cache": False}),
     "s3": _Store(
         "s3fs",
@@ -89,8 +89,8 @@ def run_path(workdir: PathLike) -> pathlib.Path:
     if not in_bucket(address):
         return pathlib.Path(address)
     scheme, _, rest = address.partition("://")
-    if scheme not in _STORES:
-        known = ", ".join(f"{name}://" for name in _STORES)
+    if scheme not in STORES:
+        known = ", ".join(f"{name}://" for name in STORES)
         raise ConfigError(f"{address}: {scheme}:// cannot hold a run; use {known}")
     if not rest.strip("/") or rest.startswith("/"):
         raise ConfigError(f"{address}: names no bucket; write {scheme}://BUCKET/FOLDER")
@@ -114,7 +114,7 @@ def folder_name(workdir: PathLike) -> str:
 @functools.cache
 def _connect(scheme: str) -> None:
     """Checks the package of a kind of bucket and sets its defaults, before its first use."""
-    store = _STORES[scheme]
+    store = STORES[scheme]
     if scheme == "gs" and (emulator := os.environ.get("STORAGE_EMULATOR_HOST")):
         os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator)
         # Asks for properties of the bucket by gRPC, which emulators do not speak.

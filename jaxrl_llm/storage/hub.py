@@ -77,8 +77,9 @@ def resolve_commit(address: HubAddress) -> HubAddress:
                     address.name, error, commit,
                 )  # fmt: skip
             return address._replace(commit=commit)
-    _remember_commit(address, info.sha)
-    return address._replace(commit=info.sha)
+    commit = str(info.sha)
+    _remember_commit(address, commit)
+    return address._replace(commit=commit)
 
 
 def list_files(address: HubAddress) -> tuple[HubFile, ...]:
@@ -296,8 +297,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _retry_after_s(error: BaseException) -> float:
     for cause in _chain(error):
         headers = getattr(getattr(cause, "response", None), "headers", {})
-        with contextlib.suppress(ValueError, TypeError, AttributeError):
-            return float(headers.get("Retry-After"))
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return float(headers["Retry-After"])
     return 0.0
 
 

@@ -8,6 +8,7 @@ import shlex
 import sys
 
 import commands
+import hub_server
 import jax
 import pytest
 import runs
@@ -35,7 +36,7 @@ PACKAGES = {
 }
 NOT_RUN = {
     r"pip install|pre-commit install": "makes the environment of .ci/run",
-    r"hf (?:download|auth)": "needs the network",
+    r"hf auth login": "asks for a token",
     r"pytest|\.ci/run": "this is it",
     r"sbatch|kubectl|launch/tpu_pod\.sh": "needs a cluster; see tests/launch/test_cluster_files.py",
     r"mpirun|python .*--process_id=": "several processes; see tests/e2e/test_multihost.py",
@@ -62,6 +63,7 @@ SETTINGS = {
     "reward_model": {"preference.num_steps": 2, "preference.batch_size": 16},
     "dapo": {"algorithm.dynamic_sampling": False},  # nothing is learned yet: all groups are equal
     "sums": {"warm_start.num_steps": 0},
+    "qwen3": {"warm_start.num_steps": 0},
     "agent_course": {"data.max_prompt_tokens": 40, "rollout.max_response_tokens": 112},
     "shapes": {"data.max_prompt_tokens": 40},
 }
@@ -122,12 +124,15 @@ def test_flags_that_the_text_names_exist():
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder with the repository's, where a model stands in FOLDER."""
+    """A folder with the repository's; a model stands in FOLDER, and on the hub by its name."""
     for name in ("configs", "launch"):
         (tmp_path / name).symlink_to(ROOT / name)
     serving_model.make_folder(tmp_path / "FOLDER")
     monkeypatch.setattr(commands, "ROOT", tmp_path)
-    return tmp_path
+    with hub_server.HubServer() as hub:
+        hub_server.use_hub(monkeypatch, hub, tmp_path / "hf")
+        hub.add("Qwen/Qwen3-0.6B", tmp_path / "FOLDER")
+        yield tmp_path
 
 
 def python_of(document):

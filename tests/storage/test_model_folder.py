@@ -11,10 +11,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models.hf import checkpoint, config_reader, safetensors_file
 from jaxrl_llm.models.hf.config_reader import CheckpointFormatError
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.storage import bucket, hub, model_folder
+from jaxrl_llm.storage import files as files_lib
 from jaxrl_llm.storage.bucket import BucketError
 from jaxrl_llm.storage.hub import HubError
 from jaxrl_llm.storage.model_folder import RemoteFile
@@ -158,7 +160,8 @@ def test_what_to_do_about_buckets(memory_folder, monkeypatch):
         config_reader.read_config("memory://models/none")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "s3fs", None)
-        with pytest.raises(BucketError, match=r"pip install 'jaxrl_llm\[s3\]'"):
+        files_lib._connect.cache_clear()
+        with pytest.raises(ConfigError, match=r"pip install 'jaxrl_llm\[s3\]'"):
             bucket.list_files(bucket.BucketAddress("s3", "a"))
 
     files, failures = fsspec.filesystem("memory"), [OSError("503"), TimeoutError()]

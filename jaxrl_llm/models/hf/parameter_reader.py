@@ -39,8 +39,11 @@ def read_parameter(
     read = functools.partial(_read_block, name, tensors, dtype)
     if not any(tensor.is_remote for tensor in tensors):
         return assemble(shape, sharding, read)
-    is_shared = isinstance(sharding, NamedSharding) and not sharding.is_fully_addressable
-    if not is_shared or _surplus(name, tensors, shape, sharding) <= MAX_SURPLUS:
+    if (
+        not isinstance(sharding, NamedSharding)
+        or sharding.is_fully_addressable
+        or _surplus(name, tensors, shape, sharding) <= MAX_SURPLUS
+    ):
         return assemble(shape, sharding, _read_once(shape, sharding, read))
     stripes = _stripe_sharding(name, shape, sharding)
     array = assemble(shape, stripes, _read_once(shape, stripes, read))

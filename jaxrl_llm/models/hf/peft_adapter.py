@@ -104,10 +104,10 @@ def _base_model_settings(base_model: str) -> dict[str, str | None]:
     if not base_model:
         return {"base_model_name_or_path": None}
     address = parse_address(base_model, "model")
-    if isinstance(address, HubAddress) and not address.path:
-        revision = address.exact_revision
-        return {"base_model_name_or_path": address.repo, "revision": revision}
-    return {"base_model_name_or_path": address.text}
+    if not isinstance(address, HubAddress) or address.path:
+        return {"base_model_name_or_path": base_model}
+    commit = {"revision": address.commit} if address.commit else {}
+    return {"base_model_name_or_path": address.repo, **commit}
 
 
 def _adapter_names(network: Network, paths: Iterable[tuple[str, ...]]) -> list[TensorName]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from jaxrl_llm.models.hf import checkpoint, quantized_tensors, safetensors_file
 from jaxrl_llm.models.hf.config_reader import CheckpointFormatError
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.sharding.mesh import TRAIN, shardings
+from jaxrl_llm.storage import model_folder
 
 GPT_OSS = dataclasses.replace(
     tiny.SHAPE,
@@ -122,6 +124,13 @@ def test_a_folder_is_read_as_the_numbers_it_stands_for(make, tmp_path):
     wanted = checkpoint.load(plain, network)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     jax.tree.map(np.testing.assert_array_equal, in_parts, wanted)
+    # The same from a bucket, by ranges.
+    files = fsspec.filesystem("memory")
+    files.put(f"{tmp_path}/", f"/quantized/{make.__name__}/", recursive=True)
+    from_bucket = checkpoint.load(f"memory://quantized/{make.__name__}", network, split)
+    jax.tree.map(np.testing.assert_array_equal, from_bucket, wanted)
+    files.rm(f"/quantized/{make.__name__}", recursive=True)
+    model_folder.forget_folders()
     # Written again, it is a folder of wide numbers.
     again = tmp_path / "again"
     checkpoint.save(again, network, found)
