@@ -63,7 +63,8 @@ def main(llama_cpp):
                 path = pathlib.Path(temporary) / f"{name}-{kind}.gguf"
                 model_class(folder, file_type, path).write()
                 result[f"{name}.{kind}"] = described(path)
-    (GOLDENS / "llama_cpp.json").write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
+    lines = (f"{json.dumps(key)}: {json.dumps(result[key], sort_keys=True)}" for key in result)
+    (GOLDENS / "llama_cpp.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":
