@@ -91,7 +91,7 @@ def _write_adapters(options: ExportOptions, run: SavedRun, out: str) -> tuple[pa
         message = f"the run in {options.workdir} has no adapters (lora.rank=0); leave it out"
         errors.raise_flag_problems([("adapters", message)])
     base_model = run.config.model.path
-    if options.to and base_model and not is_remote(base_model, "model"):
+    if options.to and base_model and not is_remote(base_model):
         # Others have no use for a path of this machine.
         base_model = model_card.base_model_fields(base_model).get("base_model", "")
     params, step = run.read_params()

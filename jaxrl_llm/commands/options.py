@@ -162,7 +162,7 @@ class PlanOptions(JaxOptions):
 
 
 class ExportOptions(JaxOptions):
-    """Exports a run as a Hugging Face folder or GGUF file, or to the hub.
+    """Exports a run as a Hugging Face folder or a GGUF file.
 
     With --to, uploads them with a model card made from the run. A repository is private at first.
     """
@@ -182,7 +182,7 @@ class ExportOptions(JaxOptions):
 
     def rules(self) -> Problems:
         if not self.out and not self.to:
-            yield "out", "give a folder to write, or --to=org/name to upload"
+            yield "out", "required: a folder to write; or give --to=org/name to upload"
         for name in ("public", "dry_run"):
             if getattr(self, name) and not self.to:
                 yield name, "is of an upload; give --to too, or leave it out"

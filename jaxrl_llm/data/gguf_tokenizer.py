@@ -171,7 +171,7 @@ def to_fields(tokenizer: Any, vocab_size: int, end_token_ids: Sequence[int] = ()
       DataError: If llama.cpp has no such tokenizer, or would encode texts otherwise.
     """
     where = "the tokenizer in GGUF"
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     described = json.loads(backend.to_str()) if backend is not None else {"model": {}}
     model = described["model"]
     is_byte_level = '"ByteLevel"' in json.dumps(described.get("pre_tokenizer"))

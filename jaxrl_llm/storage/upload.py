@@ -118,8 +118,8 @@ def _check_origin(where: str, paths: set[str], read: Callable[[str], bytes]) -> 
 def is_own_card(text: str) -> bool:
     """Whether a README.md is of an upload of this package: its header has the tag `TAG`."""
     try:
-        card = huggingface_hub.ModelCard(text, ignore_metadata_errors=True)
-        return TAG in (card.data.to_dict().get("tags") or ())
+        header = huggingface_hub.ModelCard(text, ignore_metadata_errors=True).data
+        return TAG in (header.get("tags") or ())
     except Exception:  # not a card: no header, or broken YAML
         return False
 
@@ -154,8 +154,8 @@ def _upload_to_bucket(folder: pathlib.Path, address: BucketAddress) -> str:
     }
     names = sorted(local_files, key=lambda name: (name in _READ_FIRST, name))
     for name in names:
-        put = functools.partial(files.put_file, str(local_files[name]), f"{root}/{name}")
-        _bucket_result(address, put)
+        upload = functools.partial(files.put_file, str(local_files[name]), f"{root}/{name}")
+        _bucket_result(address, upload)
     if any(folder.glob(_WEIGHTS[0])):
         for path in before:
             name = path.removeprefix(root).lstrip("/")

@@ -111,7 +111,7 @@ def base_model_fields(path: str) -> dict[str, str]:
     if not path:
         return {}
     fields: dict[str, str] = {}
-    address = parse_address(path, names="model")
+    address = parse_address(path)  # a run's config has names of the hub in full
     if match := _CACHE_FOLDER.search(pathlib.Path(path).resolve().as_posix()):
         fields["base_model"] = f"{match[1]}/{match[2]}"
     if isinstance(address, HubAddress):
@@ -224,14 +224,14 @@ def _function_name(function: str) -> str:
 
 def _shown_path(path: str) -> str:
     """A name or address whole; of a local path its last part."""
-    address = parse_address(path, names="model")
+    address = parse_address(path)
     return address.text if isinstance(address, HubAddress) else pathlib.PurePath(path).name
 
 
 def _data_files(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(repository or "", name to show) of each file that the run was trained with."""
     for path in config["data"].get("train_files", ()):
-        address = parse_address(str(path), names="dataset")
+        address = parse_address(str(path))
         repo = address.repo if isinstance(address, HubAddress) else ""
         yield repo, address.text if repo else pathlib.PurePath(str(path)).name
 

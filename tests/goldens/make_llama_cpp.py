@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxrl_llm.models.hf import checkpoint
 
+CONVERTER = "conversion"  # a package of llama.cpp's checkout
 GOLDENS = pathlib.Path(__file__).parent
 WEIGHT_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
 
@@ -44,8 +45,7 @@ def described(path):
 
 def main(llama_cpp):
     sys.path.insert(0, llama_cpp)
-    module = "conversion"  # of llama.cpp, installed by nobody
-    conversion = importlib.import_module(module)
+    conversion = importlib.import_module(CONVERTER)
     with tempfile.TemporaryDirectory() as temporary:
         result = {}
         for name in gguf_models.CONFIGS:
@@ -63,7 +63,8 @@ def main(llama_cpp):
                 path = pathlib.Path(temporary) / f"{name}-{kind}.gguf"
                 model_class(folder, file_type, path).write()
                 result[f"{name}.{kind}"] = described(path)
-    (GOLDENS / "llama_cpp.json").write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
+    lines = (f"{json.dumps(key)}: {json.dumps(result[key], sort_keys=True)}" for key in result)
+    (GOLDENS / "llama_cpp.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def test_folders_and_buckets_get_a_card_too(run, capsys, tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ([], "--out: give a folder to write, or --to=org/name to upload"),
+        ([], "--out: required: a folder to write; or give --to=org/name to upload"),
         (["--out=a", "--public"], "--public: is of an upload; give --to too"),
         (["--out=a", "--dry_run"], "--dry_run: is of an upload; give --to too"),
         (["--to=b/c", "--out=a.gguf", "--format=gguf"], "is a file, and --to uploads a folder"),

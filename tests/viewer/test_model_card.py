@@ -49,7 +49,11 @@ def test_header_and_text_tell_the_run(exported, run):
         algorithm__recipe="dapo",
         trainer__optimizer__learning_rate=2e-6,
         data__task="files",
-        data__train_files=("hf://datasets/openai/gsm8k/main/train.parquet", "/home/me/own.jsonl"),
+        data__train_files=(
+            "hf://datasets/openai/gsm8k/main/train.parquet",
+            "/home/me/own.jsonl",
+            "data/more.jsonl",  # no name of the hub
+        ),
         rewards__functions__answer__function="/home/me/reward.py:score",
     )
     made = card(exported, run, config, has_curves=True)
@@ -65,7 +69,7 @@ def test_header_and_text_tell_the_run(exported, run):
         "| recipe | dapo |",
         "| reward functions | reward.py:score |",
         "- `hf://datasets/openai/gsm8k@main/main/train.parquet` ([openai/gsm8k](https://",
-        "- `own.jsonl`",
+        "- `own.jsonl`\n- `more.jsonl`",
         'AutoModelForCausalLM.from_pretrained("alice/sums", dtype="auto")',
         "![metrics by step](curves.png)",
     ):

@@ -65,8 +65,8 @@ class _GGUFTensor:
     def stored_bytes_shape(self) -> tuple[int, ...]:
         return gguf.quant_shape_to_byte_shape(self.shape, self.weight_type)
 
-    def encoded(self, path: pathlib.Path) -> np.ndarray:
-        """The numbers as stored; raises if one is not finite, or too large for float16."""
+    def checked(self, path: pathlib.Path) -> np.ndarray:
+        """The numbers in float32; raises if one is not finite, or too large for float16."""
         array = np.ascontiguousarray(self.read(), np.float32)
         largest = float(np.abs(array).max(initial=0.0))
         if not np.isfinite(largest):
@@ -79,7 +79,7 @@ class _GGUFTensor:
                 f"{path}: {self.name} has numbers up to {largest:.4g}, float16 ends at"
                 f" {limit:.0f}; export with --gguf_type=bf16"
             )
-        return gguf.quantize(array, self.weight_type)
+        return array
 
 
 def check(network: Network) -> None:
@@ -142,7 +142,7 @@ def save(
         _write_file(path, _ARCHITECTURES[network.shape.family], fields, tensors)
     else:
         for tensor in tensors:
-            tensor.read()  # a collective: gathering needs every process
+            tensor.checked(path)  # a collective: gathering needs every process
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"export to {path}")
 
@@ -376,7 +376,8 @@ def _write_file(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in tensors:
-            writer.write_tensor_data(tensor.encoded(path).view(np.uint8))
+            array = gguf.quantize(tensor.checked(path), tensor.weight_type)
+            writer.write_tensor_data(array.view(np.uint8))
         writer.close()
         os.replace(partial, path)
     finally:
