@@ -36,12 +36,22 @@ from test_hub_multihost import MESHES, NETWORK
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.models.hf import checkpoint
 from jaxrl_llm.sharding.mesh import TRAIN, make_mesh, shardings
+from huggingface_hub import constants
+from jaxrl_llm.config import ModelConfig, RLConfig
+from jaxrl_llm.planning.model_names import pin_models
+endpoint = constants.ENDPOINT
+os.environ["HF_TOKEN"] = ""
+if rank:  # the first process resolves names for all
+    constants.ENDPOINT = "http://127.0.0.1:9"
+pinned = pin_models(RLConfig(model=ModelConfig(path="org/name"))).model.path
+constants.ENDPOINT = endpoint
+assert pinned == sys.argv[5], pinned
 for name, sizes in MESHES.items():
     os.environ["HF_TOKEN"] = f"hf_{name}_{rank}"
     mesh = make_mesh(MeshConfig(**sizes))
     axes, units = NETWORK.logical_axes(), NETWORK.sharding_units
     places = shardings(NETWORK.abstract_params(), axes, mesh, TRAIN, units)
-    params = checkpoint.load("org/name", NETWORK, places)
+    params = checkpoint.load(pinned, NETWORK, places)
     local = checkpoint.load(sys.argv[3], NETWORK, places)
     share = 0
     for array, expected in zip(jax.tree.leaves(params), jax.tree.leaves(local), strict=True):
@@ -65,11 +75,12 @@ def test_each_process_downloads_its_own_shards(tmp_path):
         address = f"localhost:{free.getsockname()[1]}"
     tokens = {f"hf_{name}_{rank}": f"{name}_{rank}" for name in MESHES for rank in range(2)}
     with hub_server.HubServer(tokens) as hub:
-        hub.add("org/name", tmp_path / "source")
+        commit = hub.add("org/name", tmp_path / "source")
         paths = [pathlib.Path(__file__).parent, *(path for path in sys.path if path)]
         common = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
         common["XLA_FLAGS"] = quick_compiler.flags(2)
-        arguments = [str(tmp_path / "source"), str(tmp_path)]
+        pinned = f"hf://org/name@main#{commit}"
+        arguments = [str(tmp_path / "source"), str(tmp_path), pinned]
         processes = [
             subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, address, str(rank), *arguments],
