@@ -6,7 +6,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from huggingface_hub import constants
 
-from jaxrl_llm.storage import upload
+from jaxrl_llm.storage import bucket, upload
 from jaxrl_llm.storage.address import parse_address
 from jaxrl_llm.storage.upload import UploadError
 
@@ -170,9 +170,19 @@ def test_a_bucket_gets_the_folder(folder):
         files.store.clear()
 
 
-def test_a_bucket_that_cannot_be_opened(folder, monkeypatch):
+def test_a_bucket_that_cannot_be_opened_or_written(folder, monkeypatch):
     def fail(*_, **__):
-        raise ImportError("Install s3fs to access S3")
+        raise ImportError("no module s3fs")
 
-    monkeypatch.setattr(upload.fsspec.core, "url_to_fs", fail)
-    assert "cannot be opened (ImportError: Install s3fs" in refused(folder, "s3://bucket/a")
+    monkeypatch.setattr(bucket.files, "file_system", fail)
+    with pytest.raises(bucket.BucketError, match="needs a package that is missing"):
+        send(folder, "s3://bucket/a")
+
+    def deny(*_, **__):
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", deny)
+    with hub_server.without_delays(monkeypatch):
+        message = refused(folder, "memory://bucket/a")
+    assert "--to=memory://bucket/a: PermissionError: Access Denied; check the cred" in message
+    MemoryFileSystem.store.clear()
