@@ -42,7 +42,8 @@ def check_target(address: Location, public: bool) -> None:
         _check_repo(address, public)
     elif isinstance(address, BucketAddress):
         store, root = _bucket(address)
-        _check_origin(address.text, _bucket_files(address, store, root), store.cat_file)
+        names = {path.removeprefix(f"{root}/") for path in _bucket_files(address, store, root)}
+        _check_origin(f"--to={address.text}", names, lambda: store.cat_file(f"{root}/{CARD_FILE}"))
 
 
 def upload_folder(
@@ -93,20 +94,20 @@ def _check_repo(address: HubAddress, public: bool) -> None:
     if bool(info.private) == public:
         state, flag = ("private", "leave out --public") if public else ("public", "give --public")
         raise UploadError(f"{where}: exists and is {state}; {flag}, or use another name")
-    paths = {file.rfilename for file in info.siblings or ()}
+    below = f"{address.path}/" if address.path else ""
+    paths = [file.rfilename for file in info.siblings or ()]
+    names = {path.removeprefix(below) for path in paths if path.startswith(below)}
     main = address._replace(path="", revision="main", commit="")
-
-    def read(path: str) -> bytes:
-        return (hub.download(main, [path]) / path).read_bytes()
-
-    _check_origin(where, paths, read)
+    card = below + CARD_FILE
+    _check_origin(where, names, lambda: (hub.download(main, [card]) / card).read_bytes())
 
 
-def _check_origin(where: str, paths: set[str], read: Callable[[str], bytes]) -> None:
-    """Raises UploadError if files are not of an earlier upload."""
-    others = sorted(paths - _HUB_FILES)
-    card = next((path for path in paths if path.rpartition("/")[2] == CARD_FILE), "")
-    if not others or (card and is_own_card(read(card).decode("utf-8", "replace"))):
+def _check_origin(where: str, names: set[str], read_card: Callable[[], bytes]) -> None:
+    """Raises UploadError if the files of a folder are not of an earlier upload."""
+    others = sorted(names - _HUB_FILES)
+    if not others:
+        return
+    if CARD_FILE in names and is_own_card(read_card().decode("utf-8", "replace")):
         return
     raise UploadError(
         f"{where}: has files that no export wrote ({', '.join(others[:3])}); give another name, or"

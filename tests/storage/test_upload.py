@@ -82,6 +82,10 @@ def test_what_is_not_of_an_upload_stays(hub, folder):
     for card in (b"# Notes", b"---\n: [\n---\n"):
         hub.add("alice/notes", {"README.md": card})
         assert "no export wrote" in refused(folder, "alice/notes")
+    hub.add("alice/notes", {"sub/README.md": CARD.encode(), "sub/config.json": b"{}"})
+    assert "no export wrote" in refused(folder, "alice/notes")  # that is of another folder
+    send(folder, "hf://alice/notes/sub")
+    assert hub.files("alice/notes")["sub/model.safetensors"] == b"weights"
     assert hub.files("alice/notes")["notes.txt"] == b"mine"
     assert not upload.is_own_card("# jaxrl_llm")
 
