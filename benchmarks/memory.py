@@ -92,7 +92,7 @@ def time_table(policies: list[str]) -> None:
         network = Network(shape, remat=remat)
 
         def loss(params, network=network):
-            return jnp.sum(network.hidden_states(params, tokens, positions, tokens))
+            return jnp.sum(network.forward(params, tokens, positions, tokens)[0])
 
         params = jax.jit(network.init)(jax.random.key(0))
         programs[remat] = jax.jit(jax.grad(loss)).lower(params).compile()

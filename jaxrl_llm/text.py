@@ -32,9 +32,9 @@ def text_fault(value: Any, max_depth: int = MAX_DEPTH) -> tuple[list[str], str] 
     Faults are half of a surrogate pair in a text or a key, and brackets deeper than `max_depth`.
 
     >>> text_fault({"a": ["b", "\\ud83d"]})
-    (['a', '1'], 'holds half of a surrogate pair, which is no text')
+    (['a', '1'], 'contains a lone surrogate, which is not text')
     """
-    message = "holds half of a surrogate pair, which is no text"
+    message = "contains a lone surrogate, which is not text"
     children: Iterable[tuple[Any, Any]]
     pending: list[tuple[list[str], Any]] = [([], value)]
     while pending:

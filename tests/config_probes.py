@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import pathlib
 import sys
@@ -20,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tiny
 from chat_dialogues import DROPPING
 
 from jaxrl_llm.agents import agent_pool as agents_pool
-from jaxrl_llm.agents import ray_agent_pool as agents_on_ray
 from jaxrl_llm.agents.env_manager import EnvManager
 from jaxrl_llm.agents.episode import Episode
 from jaxrl_llm.algorithms import losses, selection
@@ -39,7 +40,6 @@ from jaxrl_llm.learner import (
     distillation,
     estimate,
     job_models,
-    objectives,
     optimizer,
     predict,
     router_replay,
@@ -54,8 +54,8 @@ from jaxrl_llm.metrics.timers import Clock, Profiler
 from jaxrl_llm.models.architecture import architecture_from_config
 from jaxrl_llm.models.moe.router import RouterOutputs
 from jaxrl_llm.planning import compiled_memory
+from jaxrl_llm.processes import messages, worker_pool
 from jaxrl_llm.rewards import base as rewards_lib
-from jaxrl_llm.rewards import ray_reward_pool as reward_on_ray
 from jaxrl_llm.rewards import reward_pool, truth_checks
 from jaxrl_llm.rewards.reward_pool import RewardError
 from jaxrl_llm.rollout import engines, episodes
@@ -78,11 +78,25 @@ from jaxrl_llm.types import (
 
 RNG = np.random.default_rng
 MASK = np.arange(6) < np.array([6, 5, 3, 4])[:, None]
+OPTIMIZERS = [f"{path}.optimizer" for path in ("trainer", "critic", "warm_start", "preference")]
 PROMPTS = tuple(Prompt((3, 4), "1+2=", "arithmetic", "3", {}, i) for i in range(4))
 
 
 class _SeenError(Exception):
     """Ends a probe with what it wanted to know."""
+
+
+def captured(call, owner, name, seen=lambda *args, **named: named):
+    """What `seen` makes of the arguments of `owner.name` where `call` would call it, or None."""
+
+    def capture(*args, **named):
+        raise _SeenError(seen(*args, **named))
+
+    with mock.patch.object(owner, name, capture):
+        try:
+            call()
+        except _SeenError as error:
+            return error.args
 
 
 def log_probs(seed: int):
@@ -258,10 +272,10 @@ def routers(config: RLConfig):
 def asked(config: RLConfig):
     """How an update asks the policy for log-probs."""
 
-    def statistics(*args, **named):
-        raise _SeenError({name: x for name, x in named.items() if name != "routing"})
+    def statistics(outputs, **named):
+        raise _SeenError(named)
 
-    with mock.patch.object(update, "token_statistics", statistics):
+    with mock.patch.object(predict.ForwardOutputs, "token_statistics", statistics):
         try:
             update_program(config)
         except _SeenError as seen:
@@ -334,12 +348,6 @@ def networks(config):
     scale = getattr(merge, "keywords", {})
     policy = dataclasses.replace(models.policy, lora=None)
     return policy, models.value, places, vars(models.packer), adapters, scale, models.eos_tokens
-
-
-def first_weights(config):
-    """A few of the weights that a job without a folder begins with."""
-    weights = weights_lib.initial_policy(config, job_models.make_models(config))
-    return jax.tree.leaves(weights)[0]
 
 
 def engine(config: RLConfig):
@@ -424,32 +432,16 @@ def dpo_loss(config):
 
 def supervised_evaluation(config):
     """How many rows a supervised job evaluates on."""
-
-    def evaluation(config, models, objective, start, held_out, *rest):
-        raise _SeenError(len(held_out))
-
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(stages_lib, "_make_evaluate", evaluation),
-    ):
-        try:
-            stages_lib.train(config, folder)
-        except _SeenError as found:
-            return found.args
+    with tempfile.TemporaryDirectory() as folder:
+        train = functools.partial(stages_lib.train, config, folder)
+        return captured(train, stages_lib, "_make_evaluate", lambda *args: len(args[4]))
 
 
 def supervised_batch(config):
     """The first batch of a supervised job, as its update would see it."""
     opened = []
     grain = streams.grain.ReadOptions
-    seen = {}
-
-    def program(config, objective, state):
-        def take(state, base, batch):
-            raise _SeenError(jax.tree.map(np.asarray, batch))
-
-        return take
-
+    take = types.SimpleNamespace(batch=None)
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(stages_lib.weights_lib, "initial_params", lambda *a: {}),
@@ -458,25 +450,24 @@ def supervised_batch(config):
             stages_lib.objectives, "reference_log_prob_adder", lambda *a: lambda b, clock: b
         ),
         mock.patch.object(stages_lib, "_make_evaluate", lambda *a: lambda *b: {}),
-        mock.patch.object(stages_lib, "_update_program", program),
+        mock.patch.object(stages_lib, "_update_program", lambda *a: lambda *b: take.batch(*b)),
         mock.patch.object(streams.grain, "ReadOptions", lambda **k: opened.append(k) or grain(**k)),
     ):
-        try:
-            stages_lib.train(config, folder)
-        except _SeenError as found:
-            seen = found.args
-    return seen, opened
+        train = functools.partial(stages_lib.train, config, folder)
+        numbers = lambda state, base, batch: jax.tree.map(np.asarray, batch)  # noqa: E731
+        return captured(train, take, "batch", numbers), opened
 
 
 def supervised_loss(config):
     """What the loss of a supervised job asks the policy."""
 
-    def statistics(*args, **named):
+    def statistics(**named):
         raise _SeenError(named)
 
     objective = stages_lib._OBJECTIVES[config.job](config, job_models.make_models(config))
     batch = types.SimpleNamespace(tokens=None)
-    with mock.patch.object(objectives.predict, "token_statistics", statistics):
+    outputs = types.SimpleNamespace(token_statistics=statistics, microbatch=None)
+    with mock.patch.object(predict.ForwardSpec, "run", lambda *args: outputs):
         try:
             objective.loss({}, None, batch)
         except _SeenError as found:
@@ -530,33 +521,37 @@ def updates(config: RLConfig):
     return [np.asarray(packed.is_member) for packed, _ in each], trained
 
 
-class _Worker:
+class _RewardProcess:
     """In place of a process that calls reward functions."""
 
     made: ClassVar[list[object]] = []
     answer: ClassVar[dict[str, object]] = {}
-    ready, idle, call, deadline = True, True, -1, 0.0
 
-    def __init__(self, functions, config):
-        self.connection = types.SimpleNamespace(close=lambda: None, poll=lambda: True)
-        self.made.append((functions, config.memory_gib, config.environment))
+    def __init__(self, module, visible):
+        self.made.append(visible)
+        self.connection, self.answers = self, [b"{}"]
 
-    def wait_until_ready(self):
+    def poll(self, timeout_s=0.0):
+        return bool(self.answers)
+
+    def recv_bytes(self, max_bytes):
+        return self.answers.pop()
+
+    def send_bytes(self, data):
+        self.made.append(data)
+        request = messages.from_json_text(data)
+        if isinstance(request, dict):
+            answer = {**self.answer, "number": request["number"]}
+            self.answers.append(messages.to_json_text(answer).encode())
+
+    def close(self):
         pass
-
-    def begin(self, index, call, timeout_s):
-        self.made.append((call, timeout_s))
-        self.idle, self.call = False, index
-
-    def receive(self):
-        self.idle, self.call = True, -1
-        return self.answer
 
     def end(self, patience_s):
         pass
 
 
-def _asked(where, actor, count, cores, *given, max_concurrency=1):
+def _asked(where, make_pool, *args, count, cores, **settings):
     raise _SeenError(where, count, cores)
 
 
@@ -570,11 +565,18 @@ def scores(config: RLConfig):
     answers = {"score": 2.0, "details": {}}, {"error": "no"}
     for wanted, answer in itertools.product((config.rewards, config.evaluation_rewards), answers):
         models = {name: lambda r: np.ones(len(r.lengths)) for name in _models(wanted)}
-        worker = type("_Worker", (_Worker,), {"made": [], "answer": answer})
+        worker = type("_RewardProcess", (_RewardProcess,), {"made": [], "answer": answer})
+
+        def wait(connections, timeout_s, made=worker.made):
+            made.append(timeout_s)
+            return connections
+
         with (
-            mock.patch.object(reward_pool, "_Worker", worker),
-            mock.patch.object(reward_pool, "wait", lambda connections, patience: connections),
-            mock.patch.object(reward_on_ray, "RayWorkers", _asked),
+            mock.patch.object(reward_pool, "ChildProcess", worker),
+            mock.patch.object(reward_pool, "POLL_INTERVAL_S", math.inf),
+            mock.patch.object(worker_pool, "wait", wait),
+            mock.patch.object(worker_pool.time, "monotonic", lambda: 0.0),
+            mock.patch.object(reward_pool, "RayWorkerPool", _asked),
         ):
             try:
                 given = wanted, models, (), bool(config.agent.environments)
@@ -606,7 +608,10 @@ def agents(config: RLConfig):
         def __init__(self, module, visible):
             told.append(visible)
             self.connection = types.SimpleNamespace(
-                send_bytes=told.append, poll=lambda patience: True, recv_bytes=lambda most: b"{}"
+                send_bytes=told.append,
+                poll=lambda patience: True,
+                recv_bytes=lambda most: b"{}",
+                close=lambda: None,
             )
 
         def end(self, patience_s):
@@ -614,12 +619,12 @@ def agents(config: RLConfig):
 
     def fork(pool):
         connection = types.SimpleNamespace(send_bytes=told.append, close=lambda: None)
-        return agents_pool._WorkerProcess(connection, os.open(os.devnull, os.O_RDONLY))
+        return agents_pool._ForkedProcess(connection, os.open(os.devnull, os.O_WRONLY))
 
     settings = config.agent
     if settings.ray_workers:
         try:
-            with mock.patch.object(agents_on_ray, "RayWorkers", _asked):
+            with mock.patch.object(agents_pool, "RayWorkerPool", _asked):
                 EnvManager(settings, tokenizer_lib.character_tokenizer())
         except _SeenError as seen:
             return seen.args
@@ -632,12 +637,12 @@ def agents(config: RLConfig):
         mock.patch.object(agents_pool, "ChildProcess", Child),
         mock.patch.object(agents_pool.AgentPool, "describe", lambda self: described),
         mock.patch.object(agents_pool.AgentPool, "_fork", fork),
-        mock.patch.object(agents_pool.time, "monotonic", lambda: 0.0),
+        mock.patch.object(worker_pool.time, "monotonic", lambda: 0.0),
         EnvManager(settings, tokenizer_lib.character_tokenizer()) as world,
     ):
         for number in range(3):
             world._pool.ask(number, {"do": "start"}, {"do": "call"})
-        deadlines = [process.deadline for process in world._pool._processes]
+        deadlines = [process.deadline for process in world._pool._workers]
         own = Episode(world._context, PROMPTS[0], 0)
         call = '{"name": "add", "parameters": {}}'
         turns = []
@@ -662,19 +667,13 @@ def _models(wanted):
 
 def evaluation(config: RLConfig):
     """Held-out prompts of an evaluation and how they are answered."""
-
-    def rollout(weights, batch, samples, key, ended=None):
-        raise _SeenError(len(batch.prompts), samples)
-
     models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
-    sampler = types.SimpleNamespace(engine=None, models=models, rollout=rollout)
+    sampler = types.SimpleNamespace(engine=None, models=models, rollout=None)
     evaluator = evaluation_lib.Evaluator(
         config, sampler, datasets.Dataset(PROMPTS), None, jax.random.key(0)
     )
-    try:
-        evaluator(Weights({}, 0))
-    except _SeenError as seen:
-        return seen.args
+    prompts_and_params = lambda w, batch, samples, *_, **__: (len(batch.prompts), samples)  # noqa: E731
+    return captured(lambda: evaluator(Weights({}, 0)), sampler, "rollout", prompts_and_params)
 
 
 def frame(config):
@@ -787,11 +786,8 @@ def balance(config):
 
 def pools_of_hosts(config):
     """The devices of two hosts that each role gets."""
-    devices = [types.SimpleNamespace(id=i, process_index=i // 4) for i in range(8)]
-    with mock.patch.object(
-        device_pools.mesh_lib, "make_mesh", lambda mesh, own: [device.id for device in own]
-    ):
-        return device_pools.role_meshes(config.placement, config.mesh, ROLES, devices)
+    meshes = device_pools.role_meshes(config.placement, config.mesh, ROLES, tiny.hosts(2, 4))
+    return {role: [device.id for device in mesh.devices.flat] for role, mesh in meshes.items()}
 
 
 def profile(config):

@@ -118,6 +118,17 @@ def gpu_devices(monkeypatch):
     return lambda kind, count: list(compile_only_devices.devices_by_name(kind, count))
 
 
+@pytest.fixture
+def one_device():
+    """Runs of the test have one device: eight on two cores would wait for each other."""
+    import jax
+
+    from jaxrl_llm.sharding import mesh as mesh_lib
+
+    with mesh_lib.use_devices(jax.devices()[:1]):
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def few_programs():
     """Lets go of the programs of earlier test files before memory maps run out."""

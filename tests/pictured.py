@@ -37,12 +37,17 @@ CONFIG = RLConfig(
 NUM_SAMPLES = 4
 
 
+_RUNS: dict[str, tuple] = {}  # by the config's text: a config is not hashable
+
+
 def on(mesh, config=CONFIG):
-    """Returns models on so many devices, and the weights of a policy that reads images."""
+    """Config, models on so many devices, and the weights of a policy that reads images."""
     config = dataclasses.replace(config, mesh=mesh)
-    sizes = mesh.data * mesh.fsdp * mesh.tensor
-    models = job_models.make_models(config, job_models.shared_mesh(config, jax.devices()[:sizes]))
-    return config, models, weights_lib.initial_policy(config, models)
+    if repr(config) not in _RUNS:
+        devices = jax.devices()[: mesh.data * mesh.fsdp * mesh.tensor]
+        models = job_models.make_models(config, job_models.shared_mesh(config, devices))
+        _RUNS[repr(config)] = config, models, weights_lib.initial_policy(config, models)
+    return _RUNS[repr(config)]
 
 
 @functools.cache

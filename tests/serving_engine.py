@@ -53,7 +53,7 @@ class CountingEngine:
 
     def compile(self, params, program):
         self.threads.add(threading.get_ident())
-        program.call(params, None)
+        program.idle_call(None, params, None)
 
     def abort(self, number):
         self.threads.add(threading.get_ident())

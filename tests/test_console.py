@@ -37,7 +37,7 @@ def test_work_is_spoken_of_when_it_is_long(caplog):
     assert ended.startswith("reading rows: done in ")
 
 
-def test_nothing_is_said_by_the_other_processes(caplog, monkeypatch):
+def test_only_process_0_prints(caplog, monkeypatch):
     monkeypatch.setattr(console.DISPLAY, "silent", True)
     with caplog.at_level(logging.INFO), console.show_progress("reading rows"):
         time.sleep(2.5)
@@ -69,7 +69,7 @@ def test_bars_on_a_terminal(monkeypatch):
     assert console.DISPLAY._bars is None and sys.stderr is terminal
 
 
-def test_what_is_compiled_has_its_name(monkeypatch, tmp_path):
+def test_compiled_programs_are_named(monkeypatch, tmp_path):
     begun = []
     monkeypatch.setattr(console.DISPLAY, "begin", lambda work: begun.append(work.description))
     console.show_compilations()
@@ -135,7 +135,9 @@ def test_the_end_compares_the_evaluations_and_names_the_files(tmp_path, capsys):
         for step, value in ((0, 0.25), (1, None), (2, 0.5), (3, 0.75)):
             found = {"val-core/sums/mean@2": value, "val-core/sums/pass@2": np.nan}
             writer.write(step, STEP, {} if value is None else found)
-    console.print_summary(tmp_path, 75.0, [("numbers", tmp_path / "metrics.jsonl")])
+    console.print_summary(
+        (tmp_path / "metrics.jsonl").read_bytes(), 75.0, [("numbers", tmp_path / "metrics.jsonl")]
+    )
     time_line, heads, rule, mean, passed, numbers = capsys.readouterr().out.splitlines()
     assert time_line == "done in 1 min 15 s" and heads.split() == ["step", "0", "step", "3"]
     assert mean.split() == ["sums/mean@2", "0.25", "0.75"]

@@ -36,7 +36,7 @@ def raising(error):
         (PermissionError(errno.EACCES, "Permission denied", "/a"), "Permission denied: '/a'"),
     ],
 )
-def test_what_the_user_can_mend_is_a_message(run, capsys, error, message):
+def test_user_errors_are_printed_without_a_traceback(run, capsys, error, message):
     with pytest.raises(SystemExit) as ended:
         run(raising(error))
     assert ended.value.code == 1

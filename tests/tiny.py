@@ -85,11 +85,17 @@ def rollout_params(weights, mesh, network=NETWORK, **settings):
         return mover.reshard(mover.zeros(), sharded(weights, mesh, network))
 
 
+@functools.cache
+def hidden_states(network):
+    """Returns the function that `forward` is without router outputs."""
+    return lambda *args, **named: network.forward(*args, **named)[0]
+
+
 @functools.partial(jax.jit, static_argnums=2)
 def teacher_forced(tokens, temperature, network, weights):
     """Returns [B, T] log-probs of right-padded rows from one pass over each; column 0 is 0."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden = network.hidden_states(weights, tokens, positions, jnp.ones_like(tokens))
+    hidden = hidden_states(network)(weights, tokens, positions, jnp.ones_like(tokens))
     logits = network.logits(weights, hidden) / temperature[:, None, None]
     log_p = jax.nn.log_softmax(logits)[:, :-1]
     return jnp.pad(jnp.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0], ((0, 0), (1, 0)))
@@ -102,3 +108,18 @@ def with_sizes(network=NETWORK, **sizes):
 # Wide enough for kernels by outputs, and as it decodes then.
 WIDE = with_sizes(hidden_size=256, num_kv_heads=4, head_size=64, mlp_size=320)
 WIDE_FIRST = dataclasses.replace(WIDE, matmuls=cpu_kernels.WEIGHT_FIRST)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostDevice:
+    """A device of a host that is not there."""
+
+    id: int
+    process_index: int
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+
+
+def hosts(num_hosts, num_devices):
+    """The devices of several hosts, host by host, for meshes on which nothing runs."""
+    return [HostDevice(i, i // num_devices) for i in range(num_hosts * num_devices)]

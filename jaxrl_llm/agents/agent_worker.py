@@ -34,6 +34,7 @@ from jaxrl_llm.processes import supervisor
 from jaxrl_llm.processes.messages import receive, send
 
 _MAX_ERROR_CHARACTERS = 2000
+_END_TIMEOUT_S = 1.0  # to close an environment; its supervisor kills a process after END_SOON_S
 
 _RequestTask = asyncio.Task[dict[str, Any] | None]
 
@@ -58,6 +59,8 @@ def main(connection_fd: int) -> None:
             while True:
                 data, fds, _, _ = socket.recv_fds(own_socket, 1, 2)
                 if not data:
+                    with contextlib.suppress(ChildProcessError):
+                        os.wait()  # for all workers, as none is reaped
                     return
                 if os.fork():
                     for fd in fds:
@@ -94,14 +97,22 @@ class _WorkerServer:
         self._loop = asyncio.new_event_loop()
         self._loop.add_reader(self._connection.fileno(), self._receive_request)
         self._loop.run_forever()
-        for episode in self._episodes.values():
-            with contextlib.suppress(Exception):
-                self._loop.run_until_complete(episode.end())
+        for failure in self._loop.run_until_complete(self._end_all()):
+            print(f"an environment does not close: {failure['text']}", file=sys.stderr)
+
+    async def _end_all(self) -> list[dict[str, Any]]:
+        # No request is answered any more.
+        tasks, self._request_tasks = list(self._request_tasks.values()), {}
+        for task in tasks:
+            task.cancel()
+        failures = await asyncio.gather(*map(_end_failure, self._episodes.values()))
+        return [failure for failure in failures if failure]
 
     def _receive_request(self) -> None:
         try:
             request = receive(self._connection)
         except (EOFError, ConnectionError):
+            self._loop.remove_reader(self._connection.fileno())
             self._loop.stop()
             return
         task = self._loop.create_task(self._answer(request))
@@ -110,13 +121,13 @@ class _WorkerServer:
 
     async def _answer(self, request: dict[str, Any]) -> None:
         request_number, episode_number, method = (
-            request.pop(name) for name in ("number", "episode", "do")
+            request.pop(name) for name in ("number", "session", "do")
         )
         if method == "end":
             if task := self._request_tasks.pop(episode_number, None):
                 task.cancel()
             if episode := self._episodes.pop(episode_number, None):
-                await _result_or_problem(episode.end(), episode.rng_state)
+                await _end_failure(episode)
             return
         if method == "start" and self._limit_s and not self._watchdog:
             self._watchdog = StallWatchdog(self._loop, self._limit_s)
@@ -135,6 +146,8 @@ class _WorkerServer:
             task.cancel()
             del self._episodes[episode_number]
             answer = {"problem": "timeout", "text": f"no answer within {self._limit_s:g} s"}
+            if failure := await _end_failure(episode):
+                answer["end_problem"] = failure["problem"]
         answer |= {"number": request_number, "seconds": time.monotonic() - start_time}
         try:
             send(self._connection, answer)
@@ -165,6 +178,19 @@ async def _result_or_problem(coroutine: Coroutine[Any, Any, Any], rng_state: Rng
         return None
     except BaseException as error:  # sys.exit() in a tool must not end its episode
         return _problem(_error_text(error))
+
+
+async def _end_failure(episode: "_EpisodeWorker") -> dict[str, Any]:
+    """Ends an episode within a time limit; returns the problem, {} if there is none."""
+    coroutine = _result_or_problem(episode.end(), episode.rng_state)
+    task = asyncio.get_running_loop().create_task(coroutine)
+    done, _ = await asyncio.wait([task], timeout=_END_TIMEOUT_S)
+    if not done:
+        task.cancel()
+    failure = task.result() if done else None
+    if failure is None:
+        return {"problem": "timeout", "text": f"not within {_END_TIMEOUT_S:g} s"}
+    return failure
 
 
 def _problem(text: str) -> dict[str, Any]:
@@ -260,9 +286,10 @@ class _EpisodeWorker:
         """The reward of the whole episode."""
         return {"reward": await self._environment.reward(messages)}
 
-    async def end(self) -> None:
+    async def end(self) -> dict[str, Any]:
         """Closes the environment."""
         await self._environment.close()
+        return {}
 
     def _json_messages(self, messages) -> list[dict[str, Any]]:
         """The messages as plain JSON values, their contents truncated to the limit."""

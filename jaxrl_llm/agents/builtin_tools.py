@@ -84,7 +84,7 @@ def _value(node: ast.AST) -> Any:
 def _check_printable(number: Any) -> Any:
     """Returns the number; ValueError if it is not real, not finite, or too large to print."""
     if isinstance(number, complex) or number != number or abs(number) == math.inf:
-        raise ValueError("the value is no real number, or too large")
+        raise ValueError("the value is not a real number, or is too large")
     if isinstance(number, int) and number.bit_length() > _MAX_BITS:
         raise ValueError("the number is too large")
     return number
@@ -190,8 +190,8 @@ def bm25_index(corpus: str) -> tuple[list[str], Any]:
     passage_tokens = bm25s.tokenize(passages, stopwords="en", show_progress=False)
     if not any(passage_tokens.ids):
         raise ValueError(
-            f"{corpus}: none of its {len(passages)} passages has a word to search for; words of at"
-            " least two letters that are no stop words of English are; use another corpus"
+            f"{corpus}: none of its {len(passages)} passages contains a searchable word; words of"
+            " one letter and English stop words are not; use another corpus"
         )
     bm25_index = bm25s.BM25()
     bm25_index.index(passage_tokens, show_progress=False)

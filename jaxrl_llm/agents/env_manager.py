@@ -13,9 +13,8 @@ import jax
 from absl import logging
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_llm.agents.agent_pool import AgentError
+from jaxrl_llm.agents.agent_pool import AgentError, make_agent_pool
 from jaxrl_llm.agents.episode import EPISODE_END, Episode, EpisodeContext, PendingCall
-from jaxrl_llm.agents.ray_agent_pool import make_agent_pool
 from jaxrl_llm.agents.template_delta import TemplateDelta
 from jaxrl_llm.config.agent import AgentConfig
 from jaxrl_llm.data.images import ImagePreprocessor
@@ -47,7 +46,7 @@ class EnvManager(contextlib.AbstractContextManager["EnvManager"]):
             )
             self._check_tools()
         except BaseException:
-            self._pool.__exit__()
+            self._pool.close()
             raise
         self._episodes: list[Episode] = []
         self._own_episodes = range(0)
@@ -56,7 +55,7 @@ class EnvManager(contextlib.AbstractContextManager["EnvManager"]):
         self._new_outcomes: list[tuple[int, dict[str, Any]]] = []  # of those, not yet exchanged
 
     def __exit__(self, *exception) -> None:
-        self._pool.__exit__()
+        self._pool.close()
 
     def _check_tools(self) -> None:
         schemas = self._context.tool_schemas({})
@@ -71,8 +70,8 @@ class EnvManager(contextlib.AbstractContextManager["EnvManager"]):
             )
         if schemas and not self._context.call_format:
             raise AgentError(
-                "config.agent.call_format: the chat template does not tell how calls are written;"
-                " set it to a format, for example 'hermes'"
+                "config.agent.call_format: the chat template has no known tool-call format; set"
+                " one, for example 'hermes'"
             )
 
     def template_options(self, extra_info: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +79,7 @@ class EnvManager(contextlib.AbstractContextManager["EnvManager"]):
         environment, _ = self._context.environment_and_tools(extra_info)
         if environment and environment not in self._config.environments:
             names = ", ".join((*self._config.environments, "tool_agent", "single_turn_agent"))
-            raise AgentError(f"agent_name {environment!r} is no environment; known: {names}")
+            raise AgentError(f"agent_name {environment!r} is not an environment; known: {names}")
         schemas = self._context.tool_schemas(extra_info)
         return {"tools": schemas} if schemas else {}
 

@@ -19,6 +19,14 @@ from jaxrl_llm.data.tokenizer import Message, prompt_text, prompt_tokens
 from jaxrl_llm.types import EpisodeLog, Prompt, PromptImage
 
 _PROCESS_ENDED = ("timeout", "ended")  # problems after which the process is gone
+
+# Kinds of errors in `EpisodeLog.errors`; PROBLEM is one of ANSWER_PROBLEMS.
+ANSWER_PROBLEMS = ("arguments", "exception", "timeout", "ended")
+ERROR_KINDS = (
+    *("format", "unknown", *ANSWER_PROBLEMS, "too_many"),  # of a call
+    *("tool_seconds", "too_long", "template", "image"),  # of an episode
+    *("start_PROBLEM", "reward_PROBLEM", "end_PROBLEM"),  # of an environment
+)
 _END_TOKENS = 16  # at the end of a prompt: enough to hold a mark that opens thinking
 EPISODE_END = template_delta.TemplateDelta((), False)  # no tokens follow: the episode has ended
 
@@ -89,9 +97,8 @@ class EpisodeContext:
             if (text := message_content.without_images(content)) is not None:
                 return {**message, "content": text}, [], 0
             raise AgentError(
-                "config.agent: a tool or an environment gave an image, but this run reads text"
-                " alone; use a model of text and images, without what is refused for prompts with"
-                " images"
+                "config.agent: a tool or an environment returned an image, but this run is"
+                " text-only; use a vision-language model, or return no images"
             )
         parts, images = [], list[PromptImage]()
         for part in content:
@@ -148,8 +155,8 @@ class Episode:
     def ask_start(self) -> PendingCall:
         """Asks the environment for the messages that follow the prompt."""
         answer = yield self.start_request
-        if problem := answer.get("problem"):
-            return {"messages": [], "lost": True, "errors": {f"start_{problem}": 1}}
+        if "problem" in answer:
+            return {"messages": [], "lost": True, "errors": _answer_errors(answer, "start_")}
         return {"messages": answer["messages"]}
 
     def ask_step(self) -> PendingCall:
@@ -169,13 +176,15 @@ class Episode:
                     kind, text = answer.get("problem", ""), answer["text"]
                     outcome["seconds"] += answer["seconds"]
                     is_lost |= kind in _PROCESS_ENDED
-                errors[kind] += bool(kind)
+                    errors.update(_answer_errors(answer))
+                else:
+                    errors[kind] += 1
                 text = f"Error: {text}" if kind else text
                 outcome["messages"].append(self._tool_message(number, call, text))
         else:
             answer = yield {"do": "step", "message": self.assistant_message}
             if problem := answer.get("problem"):
-                errors[problem] += 1
+                errors.update(_answer_errors(answer))
                 outcome["done"], is_lost = True, problem in _PROCESS_ENDED
             else:
                 outcome |= answer
@@ -186,8 +195,8 @@ class Episode:
     def ask_reward(self) -> PendingCall:
         """Asks the environment for the reward of the episode."""
         answer = yield {"do": "reward", "messages": self.log.messages}
-        if kind := answer.get("problem"):
-            return {"reward": 0.0, "errors": {f"reward_{kind}": 1}}
+        if "problem" in answer:
+            return {"reward": 0.0, "errors": _answer_errors(answer, "reward_")}
         return {"reward": answer["reward"], "errors": {}}
 
     def _call_problem(
@@ -341,6 +350,12 @@ class Episode:
             self._context.image_processor, tokens, images, "an addition"
         )
         return {"tokens": expanded_tokens, "images": placed_images}
+
+
+def _answer_errors(answer: Answer, prefix: str = "") -> dict[str, int]:
+    """The errors of an answer: its problem, and that of closing the environment after it."""
+    errors = {f"{prefix}{answer['problem']}": 1} if answer.get("problem") else {}
+    return errors | ({f"end_{answer['end_problem']}": 1} if "end_problem" in answer else {})
 
 
 def call_id(number: int) -> str:

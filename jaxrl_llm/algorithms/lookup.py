@@ -10,10 +10,12 @@ import importlib.util
 import inspect
 import pathlib
 import sys
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
+from jaxrl_llm.config.validation import Range
 from jaxrl_llm.errors import UserError
 
 
@@ -104,9 +106,11 @@ def resolve(
         )
     module = _module(name, location)
     if not hasattr(module, attribute):
-        public = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        public = {key: f for key, f in vars(module).items() if callable(f) and key[0] != "_"}
+        own = [key for key, f in public.items() if getattr(f, "__module__", "") == module.__name__]
+        functions = ", ".join(own or public)  # not those that it imports, if it has its own
         raise AttributeError(
-            f"{name!r}: {location} has no {attribute!r}; its functions: {', '.join(public)}"
+            f"{name!r}: {location} has no {attribute!r}; its functions: {functions}"
         )
     function = getattr(module, attribute)
     if not callable(function):
@@ -146,19 +150,85 @@ def parameters_of(function: Callable[..., Any]) -> Parameters:
     )
 
 
-def call_by_name(function: Callable[..., Any], available: Mapping[str, Any], where: str) -> Any:
+@dataclasses.dataclass(frozen=True)
+class Hyperparameter:
+    """A number in the signature of a function, which a config may set."""
+
+    kind: type[float] | type[int]
+    default: float
+    range: Range
+
+    def problems(self, value: float) -> Iterator[str]:
+        """Yields what is wrong with a value, in the words of a config field's errors."""
+        if self.kind is int and not float(value).is_integer():
+            yield f"expected int, got {value}"
+        else:
+            yield from self.range.problems(value)
+
+
+@functools.lru_cache(maxsize=256)
+def hyperparameters(function: Callable[..., Any]) -> Mapping[str, Hyperparameter]:
+    """The parameters of a function whose default is a number, by name.
+
+    Their type and range come from an annotation `Annotated[float, Range("(0, 1]")]`; without one,
+    the type is that of the default and every number but NaN is allowed. FunctionError if such an
+    annotation is a text that cannot be evaluated.
+
+    >>> def loss(advantages, tau: Annotated[float, Range("(0, 1]")] = 0.5, power=2): ...
+    >>> {name: (str(each.range), each.default) for name, each in hyperparameters(loss).items()}
+    {'tau': ('in (0, 1]', 0.5), 'power': ('in [-inf, inf]', 2)}
+    """
+    return {
+        parameter.name: _hyperparameter(function, parameter)
+        for parameter in inspect.signature(function).parameters.values()
+        if type(parameter.default) in (float, int)
+    }
+
+
+def _hyperparameter(function: Callable[..., Any], parameter: inspect.Parameter) -> Hyperparameter:
+    hint = parameter.annotation
+    if isinstance(hint, str):  # alone: those of arrays may name what is imported for types only
+        try:
+            hint = eval(hint, getattr(inspect.unwrap(function), "__globals__", {}))
+        except Exception as error:
+            raise FunctionError(
+                f"the annotation {hint!r} of {parameter.name!r} cannot be evaluated"
+                f" ({type(error).__name__}: {error}); import what it names, or remove it"
+            ) from error
+    ranges = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range)]
+    kind = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+    return Hyperparameter(
+        kind=kind if kind in (float, int) else type(parameter.default),
+        default=parameter.default,
+        range=ranges[0] if ranges else Range("[-inf, inf]"),
+    )
+
+
+def call_by_name(
+    function: Callable[..., Any],
+    available: Mapping[str, Any],
+    where: str,
+    settings: Mapping[str, float] = {},
+) -> Any:
     """Calls `function` with those of the `available` values that its parameters name.
 
     A parameter that is not available keeps its default, or is a FunctionError if it has none;
     `**rest` takes everything. `where`, with which errors begin, is the setting of the function.
+    `settings` replace defaults of its `hyperparameters`; others, and names of available values,
+    are ignored.
 
     >>> call_by_name(lambda b, a: a - b, {"a": 5, "b": 2, "unused": 0}, "example")
     3
+    >>> call_by_name(lambda a, scale=1.0: scale * a, {"a": 5}, "example", {"scale": 2})
+    10.0
     """
     try:
         reads = parameters_of(function)
+        known = hyperparameters(function) if settings else {}
     except FunctionError as error:
         raise FunctionError(f"{where}: {error}") from None
+    numbers = {name: known[name].kind(settings[name]) for name in known.keys() & settings.keys()}
+    available = {**numbers, **available}
     for name in reads.required:
         if name not in available:
             raise FunctionError(

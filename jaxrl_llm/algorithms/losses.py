@@ -5,6 +5,7 @@ A row of [B, T] is one whole sequence, also when the network saw several packed 
 half in the accuracy of a reward model.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -33,6 +34,11 @@ PerPair = Float[Array, " pairs"]
 _PULL_BACK = frozenset({"kl_cov", "dro"})
 # Fields of a minibatch that no policy loss reads.
 _HIDDEN = frozenset({"tokens", "lengths", "cost_returns", "cost_values"})
+# The names that `policy_objective` offers to a policy loss; `log_ratios` to those of the table.
+POLICY_LOSS_INPUTS = frozenset(
+    {field.name for field in dataclasses.fields(Minibatch)} - _HIDDEN
+    | {"log_probs", "log_ratios", "entropies", "selection", "config", "denominators"}
+)
 
 
 def follows_advantages(config: AlgorithmConfig) -> bool:
@@ -132,7 +138,7 @@ def policy_objective(
         )
     where = f"config.algorithm.policy_loss={config.policy_loss!r}"
     function = resolve(config.policy_loss, POLICY_LOSSES, "policy loss")
-    result = call_by_name(function, available, where)
+    result = call_by_name(function, available, where, config.loss_args)
     if known and jnp.ndim(result[0]):
         weights = minibatch.correction_weights
         result = policy_loss(config, result[0], weights, mask, denominators, **result[1])

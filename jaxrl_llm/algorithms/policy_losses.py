@@ -4,9 +4,13 @@ A loss names what it reads, which `losses.policy_objective` sets to 0 outside th
 returns a number and metrics for each token. A = advantages, log_ratios = log_probs - old_log_probs
 clipped to ±20, ratio = exp(log_ratios). At ratio 1 the gradient of each loss is that of
 -A * log_probs.
+
+Parameters with a default are hyperparameters of their loss, which `config.loss_args` sets.
+`clip_low` and `clip_high`, which most losses share, are fields of the config.
 """
 
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +20,10 @@ from jaxrl_llm.algorithms.aggregation import Denominators, LossAndMetrics, Token
 from jaxrl_llm.algorithms.kl import clip_log_ratios
 from jaxrl_llm.algorithms.masked import Mask, PerToken
 from jaxrl_llm.config import AlgorithmConfig
+from jaxrl_llm.config.validation import Range
+
+DualClip = Annotated[float, Range("(1, inf]", "inf: off")]
+Temperature = Annotated[float, Range("[0.001, 1000]")]
 
 
 def clipped_surrogate(
@@ -33,7 +41,12 @@ def clipped_surrogate(
     return jnp.maximum(plain, clipped), clipped > plain
 
 
-def vanilla(log_ratios: PerToken, advantages: PerToken, config: AlgorithmConfig) -> TokenLoss:
+def vanilla(
+    log_ratios: PerToken,
+    advantages: PerToken,
+    config: AlgorithmConfig,
+    dual_clip: DualClip = 3.0,
+) -> TokenLoss:
     """Returns PPO's clipped loss, with the second bound of dual clip where A is negative.
 
         max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)),  at most -A dual_clip if A < 0
@@ -47,7 +60,7 @@ def vanilla(log_ratios: PerToken, advantages: PerToken, config: AlgorithmConfig)
     """
     losses, clipped = clipped_surrogate(jnp.exp(log_ratios), advantages, config)
     negative = advantages < 0.0
-    ceiling = jnp.where(negative, jnp.where(negative, -advantages, 1.0) * config.dual_clip, jnp.inf)
+    ceiling = jnp.where(negative, jnp.where(negative, -advantages, 1.0) * dual_clip, jnp.inf)
     return jnp.minimum(losses, ceiling), {
         "ppo_kl": -log_ratios,
         "pg_clipfrac": clipped,
@@ -83,18 +96,23 @@ def gspo(
     return losses, {"ppo_kl": -log_ratios, "pg_clipfrac": clipped}
 
 
-def sapo(log_ratios: PerToken, advantages: PerToken, config: AlgorithmConfig) -> TokenLoss:
+def sapo(
+    log_ratios: PerToken,
+    advantages: PerToken,
+    tau_pos: Temperature = 1.0,
+    tau_neg: Temperature = 1.05,
+) -> TokenLoss:
     """Returns the loss with a soft gate in place of the clip.
 
-        -A sigmoid(tau (ratio - 1)) 4 / tau,   tau = sapo_tau_pos if A > 0 else sapo_tau_neg
+        -A sigmoid(tau (ratio - 1)) 4 / tau,   tau = tau_pos if A > 0 else tau_neg
 
     Gao et al., SAPO, arXiv:2511.20347.
     Deviation: verl always aggregates by seq-mean-token-mean; here the recipe does.
 
-    >>> print(sapo(jnp.zeros((1, 1)), jnp.ones((1, 1)), AlgorithmConfig())[0])
+    >>> print(sapo(jnp.zeros((1, 1)), jnp.ones((1, 1)))[0])
     [[-2.]]
     """
-    tau = jnp.where(advantages > 0.0, config.sapo_tau_pos, config.sapo_tau_neg)
+    tau = jnp.where(advantages > 0.0, tau_pos, tau_neg)
     gate = jax.nn.sigmoid(tau * (jnp.exp(log_ratios) - 1.0)) * 4.0 / tau
     return -gate * advantages, {"ppo_kl": -log_ratios}
 
@@ -163,21 +181,24 @@ def clip_cov(
 
 
 def kl_cov(
-    log_ratios: PerToken, advantages: PerToken, selection: Mask, config: AlgorithmConfig
+    log_ratios: PerToken,
+    advantages: PerToken,
+    selection: Mask,
+    coef: Annotated[float, Range("[0, 1000]")] = 0.1,
 ) -> TokenLoss:
     """Returns the unclipped loss and a penalty for moving away on the tokens of the `selection`.
 
-        -A ratio + [selected] kl_cov_coef |log_ratios|
+        -A ratio + [selected] coef |log_ratios|
 
     Cui et al., The Entropy Mechanism, arXiv:2505.22617.
 
     >>> one = jnp.ones((1, 1))
-    >>> losses, metrics = kl_cov(one, 0 * one, one > 0, AlgorithmConfig(kl_cov_coef=0.5))
+    >>> losses, metrics = kl_cov(one, 0 * one, one > 0, coef=0.5)
     >>> print(losses, metrics["ppo_kl"])
     [[0.5]] [[1.]]
     """
     distances = jnp.abs(log_ratios)
-    penalty = jnp.where(selection, config.kl_cov_coef * distances, 0.0)
+    penalty = jnp.where(selection, coef * distances, 0.0)
     return -advantages * jnp.exp(log_ratios) + penalty, {"ppo_kl": distances}
 
 
@@ -204,20 +225,23 @@ def gpg(log_probs: PerToken, old_log_probs: PerToken, advantages: PerToken) -> T
 
 
 def dro(
-    log_probs: PerToken, old_log_probs: PerToken, advantages: PerToken, config: AlgorithmConfig
+    log_probs: PerToken,
+    old_log_probs: PerToken,
+    advantages: PerToken,
+    beta: Annotated[float, Range("(0, 1000]")] = 0.1,
 ) -> TokenLoss:
     """Returns REINFORCE with a quadratic pull towards the policy when the step began.
 
-        -(A log_probs - dro_beta / 2 (log_probs - old_log_probs)**2)
+        -(A log_probs - beta / 2 (log_probs - old_log_probs)**2)
 
     Richemond et al., Direct Reward Optimisation, arXiv:2405.19107.
 
     >>> one = jnp.ones((1, 1))
-    >>> print(dro(-one, -3 * one, 0 * one, AlgorithmConfig(dro_beta=0.5))[0])
+    >>> print(dro(-one, -3 * one, 0 * one, beta=0.5)[0])
     [[1.]]
     """
     differences = log_probs - old_log_probs
-    losses = 0.5 * config.dro_beta * jnp.square(differences) - advantages * log_probs
+    losses = 0.5 * beta * jnp.square(differences) - advantages * log_probs
     return losses, {"ppo_kl": -differences}
 
 
@@ -245,20 +269,24 @@ def _trust_region_loss(
     log_probs: PerToken,
     old_log_probs: PerToken,
     advantages: PerToken,
-    config: AlgorithmConfig,
+    dual_clip: float,
 ) -> TokenLoss:
     log_ratios = clip_log_ratios(log_probs - old_log_probs)
     ratios = jnp.exp(jax.lax.stop_gradient(log_ratios))
-    weights = jnp.where(keep, jnp.minimum(ratios, config.dual_clip), 0.0)
+    weights = jnp.where(keep, jnp.minimum(ratios, dual_clip), 0.0)
     return -weights * advantages * log_probs, {
         "ppo_kl": -log_ratios,
         "pg_clipfrac": ~keep,
-        "pg_clipfrac_lower": keep & (ratios > config.dual_clip),
+        "pg_clipfrac_lower": keep & (ratios > dual_clip),
     }
 
 
 def dppo_tv(
-    log_probs: PerToken, old_log_probs: PerToken, advantages: PerToken, config: AlgorithmConfig
+    log_probs: PerToken,
+    old_log_probs: PerToken,
+    advantages: PerToken,
+    config: AlgorithmConfig,
+    dual_clip: DualClip = 3.0,
 ) -> TokenLoss:
     """Returns REINFORCE weighted by the ratio, inside a trust region of probability.
 
@@ -272,11 +300,15 @@ def dppo_tv(
     """
     moved = jnp.exp(log_probs) - jnp.exp(old_log_probs)
     keep = jnp.where(advantages > 0.0, moved <= config.clip_high, moved >= -config.clip_low)
-    return _trust_region_loss(keep, log_probs, old_log_probs, advantages, config)
+    return _trust_region_loss(keep, log_probs, old_log_probs, advantages, dual_clip)
 
 
 def dppo_kl(
-    log_probs: PerToken, old_log_probs: PerToken, advantages: PerToken, config: AlgorithmConfig
+    log_probs: PerToken,
+    old_log_probs: PerToken,
+    advantages: PerToken,
+    config: AlgorithmConfig,
+    dual_clip: DualClip = 3.0,
 ) -> TokenLoss:
     """Returns REINFORCE weighted by the ratio, at most `dual_clip`, inside a region of binary KL.
 
@@ -297,7 +329,7 @@ def dppo_kl(
     up = (divergence <= config.clip_high) | (probs <= old_probs)
     down = (divergence <= config.clip_low) | (probs >= old_probs)
     keep = jnp.where(advantages > 0.0, up, down)
-    return _trust_region_loss(keep, log_probs, old_log_probs, advantages, config)
+    return _trust_region_loss(keep, log_probs, old_log_probs, advantages, dual_clip)
 
 
 _LOSSES = (vanilla, gspo, sapo, gpg, clip_cov, kl_cov, geo_mean, dppo_tv, dppo_kl, dro, cispo)

@@ -9,19 +9,26 @@ import dataclasses
 import functools
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.advantages import ESTIMATORS, estimate
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
-from jaxrl_llm.algorithms.lookup import FunctionError, parameters_of, resolve
-from jaxrl_llm.algorithms.losses import policy_objective
+from jaxrl_llm.algorithms.lookup import (
+    FunctionError,
+    Hyperparameter,
+    hyperparameters,
+    parameters_of,
+    resolve,
+)
+from jaxrl_llm.algorithms.losses import POLICY_LOSS_INPUTS, policy_objective
 from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
 from jaxrl_llm.algorithms.selection import SELECTIONS
 from jaxrl_llm.config import AlgorithmConfig, ConfigError, RLConfig
 from jaxrl_llm.config.algorithm import is_import_path
+from jaxrl_llm.config.bridge import suggestion
 from jaxrl_llm.types import Minibatch
 
 # Outputs of the policy's forward pass over the step before the update.
@@ -102,11 +109,68 @@ def warnings(config: RLConfig) -> Iterator[str]:
         yield "config.algorithm.critic_warmup_steps: no effect without a critic"
 
 
-def check_functions(config: AlgorithmConfig) -> None:
-    """Raises ConfigError, with all problems, if a function named by import path cannot work.
+def loss_hyperparameters(policy_loss: str) -> Mapping[str, Hyperparameter]:
+    """The hyperparameters of a policy loss: those of its function and of its token selection.
 
-    The function is found and traced with arrays of small shapes: it must name what is available
-    and return what is wanted, and the rest of the config must fit what the advantage reads.
+    Inputs with a number as default are not among them.
+
+    Raises as `lookup.resolve` and `lookup.hyperparameters` do.
+
+    >>> {name: each.default for name, each in loss_hyperparameters("kl_cov").items()}
+    {'coef': 0.1, 'share': 0.0002}
+    """
+    functions = [resolve(policy_loss, POLICY_LOSSES, "policy loss")]
+    functions += [SELECTIONS[policy_loss]] if policy_loss in SELECTIONS else []
+    return {
+        name: each
+        for function in functions
+        for name, each in hyperparameters(function).items()
+        if name not in POLICY_LOSS_INPUTS
+    }
+
+
+def with_loss_defaults(config: AlgorithmConfig) -> AlgorithmConfig:
+    """The config with every hyperparameter of its policy loss in `loss_args`.
+
+    A run records them, so that one that is resumed does not depend on the defaults of its time.
+
+    >>> config = AlgorithmConfig(policy_loss="sapo", loss_args={"tau_neg": 2.0})
+    >>> with_loss_defaults(config).loss_args
+    {'tau_pos': 1.0, 'tau_neg': 2.0}
+    """
+    known = loss_hyperparameters(config.policy_loss)
+    defaults = {name: float(each.default) for name, each in known.items()}
+    return dataclasses.replace(config, loss_args={**defaults, **config.loss_args})
+
+
+def _loss_argument_problems(config: AlgorithmConfig) -> Iterator[str]:
+    loss = config.policy_loss
+    try:
+        known = loss_hyperparameters(loss)
+    except FunctionError as error:
+        yield f"config.algorithm.policy_loss={loss!r}: {error}"
+        return
+    for name, value in config.loss_args.items():
+        where = f"config.algorithm.loss_args.{name}"
+        owners = [other for other in POLICY_LOSSES if name in loss_hyperparameters(other)]
+        if name in known:
+            for message in known[name].problems(value):
+                yield f"{where}: {message}"
+        elif owners:
+            message = f"a hyperparameter of policy_loss={' or '.join(map(repr, owners))}"
+            yield f"{where}: {message}, not of {loss!r}; remove it, or choose that loss"
+        else:
+            hint = suggestion(name, list(known))
+            message = f"unknown hyperparameter of policy_loss={loss!r}{hint}"
+            yield f"{where}: {message}; known: {', '.join(known) or 'none'}"
+
+
+def check_functions(config: AlgorithmConfig) -> None:
+    """Raises ConfigError, with all problems, if a function of the algorithm cannot work.
+
+    A function named by import path is found and traced with arrays of small shapes: it must name
+    what is available and return what is wanted, and the rest of the config must fit what the
+    advantage reads. `loss_args` must be hyperparameters of the policy loss, within their ranges.
 
     >>> check_functions(AlgorithmConfig(advantage="grpo"))
     """
@@ -127,7 +191,9 @@ def check_functions(config: AlgorithmConfig) -> None:
             problems.append(f"config.algorithm.{field}: {message}")
             continue
         try:
-            if is_import_path(name):
+            bad_arguments = list(_loss_argument_problems(config)) if field == "policy_loss" else []
+            problems.extend(bad_arguments)
+            if is_import_path(name) and not bad_arguments:
                 trace(config)
             if field == "advantage":
                 for path, message in config.advantage_rules(parameters_of(function).names):

@@ -6,18 +6,21 @@ microbatches, from log-probs of a pass without gradient.
 Deviation: verl chooses in each microbatch, and for Clip-Cov without a seed.
 """
 
+from collections.abc import Callable
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
 from jaxrl_llm.algorithms import masked
 from jaxrl_llm.algorithms.kl import clip_log_ratios
+from jaxrl_llm.algorithms.lookup import call_by_name
 from jaxrl_llm.algorithms.masked import Mask, PerToken, Scalar, zero_outside
 from jaxrl_llm.algorithms.policy_losses import clipped_surrogate
 from jaxrl_llm.config import AlgorithmConfig
+from jaxrl_llm.config.validation import Range, Real, Share
 from jaxrl_llm.types import Minibatch
-
-SELECTIONS = ("clip_cov", "kl_cov")  # the losses that read one
 
 
 def select(
@@ -25,20 +28,16 @@ def select(
 ) -> Mask:
     """Returns the selection that `config.policy_loss` needs; nothing where it needs none.
 
-        clip_cov    max(floor(clip_cov_share * tokens), 1) tokens, drawn uniformly among those
-                    that the ratio clip has not stopped, clip_cov_low < covariance < clip_cov_high
-        kl_cov      the max(floor(kl_cov_share * tokens), 1) tokens of largest covariance
-
-    The draw of a token depends on the key, its row and its position, not on the width of the
-    array. For a loss outside `SELECTIONS` only the shape of the log-probs is read.
+    For a loss outside `SELECTIONS` only the shape of the log-probs is read.
 
     >>> import dataclasses
     >>> log_probs = jnp.array([[-1.0, -1.0, -5.0, -5.0]])
     >>> minibatch = dataclasses.replace(
     ...     Minibatch.zeros(1, 4), loss_mask=jnp.ones((1, 4), bool), old_log_probs=log_probs,
     ...     advantages=jnp.array([[2.0, 1.0, 1.0, -4.0]]))
-    >>> for name in ("vanilla", *SELECTIONS):
-    ...     config = AlgorithmConfig(policy_loss=name, clip_cov_low=3.0, clip_cov_high=6.0)
+    >>> for name, loss_args in (
+    ...     ("vanilla", {}), ("clip_cov", {"low": 3.0, "high": 6.0}), ("kl_cov", {})):
+    ...     config = AlgorithmConfig(policy_loss=name, loss_args=loss_args)
     ...     print(select(config, log_probs, minibatch, jax.random.key(0)))
     [[False False False False]]
     [[ True False False False]]
@@ -51,21 +50,67 @@ def select(
         mask, jax.lax.stop_gradient(log_probs), minibatch.advantages, minibatch.old_log_probs
     )
     centered_advantages = advantages - masked.mean(advantages, mask)
-    covariances = centered_advantages * (log_probs - masked.mean(log_probs, mask))
-    priority, candidates, share = covariances, mask, config.kl_cov_share
-    if config.policy_loss == "clip_cov":
-        ratios = jnp.exp(clip_log_ratios(log_probs - old_log_probs))
-        _, clipped = clipped_surrogate(ratios, advantages, config)
-        between = (covariances > config.clip_cov_low) & (covariances < config.clip_cov_high)
+    available = {
+        "covariances": centered_advantages * (log_probs - masked.mean(log_probs, mask)),
+        "log_ratios": clip_log_ratios(log_probs - old_log_probs),
+        "advantages": advantages,
+        "loss_mask": mask,
+        "config": config,
+        "key": key,
+    }
+    where = f"config.algorithm.policy_loss={config.policy_loss!r}"
+    return call_by_name(SELECTIONS[config.policy_loss], available, where, config.loss_args)
 
-        def draw(row: Int[Array, ""], position: Int[Array, ""]) -> Scalar:
-            return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, row), position))
 
-        rows, width = mask.shape
-        draws = jax.vmap(jax.vmap(draw, (None, 0)), (0, None))
-        priority = draws(jnp.arange(rows), jnp.arange(width))
-        candidates, share = mask & ~clipped & between, config.clip_cov_share
+def clip_cov_tokens(
+    covariances: PerToken,
+    log_ratios: PerToken,
+    advantages: PerToken,
+    loss_mask: Mask,
+    config: AlgorithmConfig,
+    key: Key[Array, ""],
+    share: Share = 0.0002,
+    low: Real = 1.0,
+    high: Annotated[float, Range("[-1000000, 1000000] or inf", "inf: off")] = 5.0,
+) -> Mask:
+    """Returns `max(floor(share * tokens), 1)` tokens, drawn uniformly from the candidates.
+
+    Candidates are the tokens that the ratio clip has not stopped, with `low < covariance < high`.
+    The draw of a token depends on the key, its row and its position, not on the width of the
+    array.
+
+    >>> one = jnp.ones((1, 2))
+    >>> print(clip_cov_tokens(
+    ...     jnp.array([[2.0, 9.0]]), 0 * one, one, one > 0, AlgorithmConfig(), jax.random.key(0)))
+    [[ True False]]
+    """
+    _, clipped = clipped_surrogate(jnp.exp(log_ratios), advantages, config)
+    between = (covariances > low) & (covariances < high)
+
+    def draw(row: Int[Array, ""], position: Int[Array, ""]) -> Scalar:
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, row), position))
+
+    rows, width = loss_mask.shape
+    draws = jax.vmap(jax.vmap(draw, (None, 0)), (0, None))
+    priority = draws(jnp.arange(rows), jnp.arange(width))
+    return _first_tokens(priority, loss_mask & ~clipped & between, share, loss_mask)
+
+
+def kl_cov_tokens(covariances: PerToken, loss_mask: Mask, share: Share = 0.0002) -> Mask:
+    """Returns the `max(floor(share * tokens), 1)` tokens of largest covariance.
+
+    >>> print(kl_cov_tokens(jnp.array([[2.0, 9.0]]), jnp.ones((1, 2), bool)))
+    [[False  True]]
+    """
+    return _first_tokens(covariances, loss_mask, share, loss_mask)
+
+
+def _first_tokens(priority: PerToken, candidates: Mask, share: float, mask: Mask) -> Mask:
     count = jnp.maximum(jnp.floor(share * jnp.sum(mask)), 1.0)
     order = jnp.argsort(-jnp.where(candidates, priority, -jnp.inf).ravel(), stable=True)
     ranks = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
     return candidates & (ranks.reshape(mask.shape) < count)
+
+
+# Of the losses that read a selection; its hyperparameters are theirs.
+SELECTIONS: dict[str, Callable[..., Mask]] = {"clip_cov": clip_cov_tokens, "kl_cov": kl_cov_tokens}

@@ -15,11 +15,16 @@ from typing import IO
 
 from absl import logging
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.storage import files, lease
 from jaxrl_llm.storage.lease import OccupiedError
 
 LOCK_FILE = "lock"
 _UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+
+
+class LockError(UserError, RuntimeError):
+    """The lock of a folder cannot be tested; the message says why."""
 
 
 @contextlib.contextmanager
@@ -44,17 +49,30 @@ def exclusive_lock(folder: pathlib.Path) -> Iterator[Callable[[], None]]:
 
 
 def is_held(folder: pathlib.Path) -> bool:
-    """Whether a process holds the lock of `folder`; also true if the file system has no locks."""
+    """Whether a process holds the lock of `folder`.
+
+    Raises LockError if that cannot be tested: the file is unreadable, or the file system has no
+    locks.
+    """
     if files.in_bucket(folder):
         return lease.is_held(folder)
+    path = folder / LOCK_FILE
     try:
-        with (folder / LOCK_FILE).open("r") as file:
+        with path.open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
     except FileNotFoundError:
         return False
-    except OSError:  # locked, or locks are not supported
+    except BlockingIOError:
         return True
+    except OSError as error:
+        remedy = "make it readable for this user"
+        if error.errno in _UNSUPPORTED_ERRNOS:
+            remedy = "use a --workdir on a file system with locks (flock)"
+        raise LockError(
+            f"{path}: {error.strerror}; so it is unknown whether a run writes into {folder};"
+            f" {remedy}"
+        ) from error
 
 
 def _acquire_lock(path: pathlib.Path) -> IO[str]:

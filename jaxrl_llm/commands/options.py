@@ -34,9 +34,15 @@ class JaxOptions(Options, ProcessesConfig):
     """The options of a command that uses JAX."""
 
 
-def _exactly_one_source(options: Any) -> Problems:
-    if bool(options.model) == bool(options.workdir):
-        yield "model", "give either --model or --workdir"
+class PolicyOptions(JaxOptions):
+    """The options of a command that samples from a run's policy or a model."""
+
+    workdir: Folder = option("Folder of a run.", "")
+    model: ModelPath = option("Hugging Face folder or name (org/name).", "")
+
+    def rules(self) -> Problems:
+        if bool(self.model) == bool(self.workdir):
+            yield "model", "give either --model or --workdir"
 
 
 class TrainOptions(JaxOptions):
@@ -53,7 +59,7 @@ class TrainOptions(JaxOptions):
     replay: tuple[str, ...] = option("Learn from these dumps, rollouts/STEP.jsonl.", ())
 
 
-class EvaluateOptions(JaxOptions):
+class EvaluateOptions(PolicyOptions):
     """Evaluates a policy on held-out prompts: mean@k, pass@k, maj@k.
 
     The policy is a run's (--workdir), or a model on the prompts of a config (--model and --config).
@@ -62,7 +68,6 @@ class EvaluateOptions(JaxOptions):
 
     module = "evaluate"
 
-    workdir: Folder = option("Folder of a run.", "")
     model: ModelPath = option("Hugging Face folder or name (org/name), instead of a run.", "")
     config: JobConfig | None = option("For --model: config with data and rewards.", None)
     samples_per_prompt: int = option("k of mean@k, pass@k and maj@k.", 1)
@@ -71,12 +76,12 @@ class EvaluateOptions(JaxOptions):
     seed: Natural = option("Seed of the samples.", 0)
 
     def rules(self) -> Problems:
-        yield from _exactly_one_source(self)
+        yield from super().rules()
         if bool(self.model) != (self.config is not None):
             yield "config", "--model needs a config file with data and rewards; a run has its own"
 
 
-class GenerateOptions(JaxOptions):
+class GenerateOptions(PolicyOptions):
     """Answers prompts with a run's policy or a model.
 
     Prompts come from --prompt (may be repeated) or from the lines of standard input. Prints one
@@ -85,7 +90,6 @@ class GenerateOptions(JaxOptions):
 
     module = "generate"
 
-    workdir: Folder = option("Folder of a run.", "")
     model: ModelPath = option("Hugging Face folder or name (org/name), instead of a run.", "")
     prompt: tuple[str, ...] = option("A prompt; may be repeated.", ())
     samples: Positive = option("Samples per prompt.", 1)
@@ -94,11 +98,8 @@ class GenerateOptions(JaxOptions):
     max_tokens: Natural = option("Per answer; 0: as many as fit, up to 4096 with the prompt.", 0)
     seed: Natural = option("Seed of the samples.", 0)
 
-    def rules(self) -> Problems:
-        yield from _exactly_one_source(self)
 
-
-class ServeOptions(JaxOptions):
+class ServeOptions(PolicyOptions):
     """Serves a model or a run with OpenAI's HTTP API.
 
     SIGTERM stops it after the accepted requests are done; SIGHUP makes it read the newest weights.
@@ -106,8 +107,6 @@ class ServeOptions(JaxOptions):
 
     module = "serve"
 
-    model: ModelPath = option("Hugging Face folder or name (org/name).", "")
-    workdir: Folder = option("Folder of a run.", "")
     name: Name = option("Model name for clients; empty: the folder's name.", "")
     host: Name = option("Address to listen on (no access control).", "127.0.0.1")
     port: Port = option("Port to listen on; 0: any free port.", 8000)
@@ -124,17 +123,12 @@ class ServeOptions(JaxOptions):
     body_bytes: Natural = option("Maximum body of a request; 0: 1 MiB, with images 32.", 0)
     special_tokens: Literal["text", "tokens"] = option("Spelled in messages.", "text")
 
-    def rules(self) -> Problems:
-        yield from _exactly_one_source(self)
 
-
-class ServeJetstreamOptions(JaxOptions):
+class ServeJetstreamOptions(PolicyOptions):
     """Serves a model with JetStream's gRPC server, for clients of its protocol."""
 
     module = "serve_jetstream"
 
-    model: ModelPath = option("Hugging Face folder or name (org/name).", "")
-    workdir: Folder = option("Folder of a run.", "")
     host: Name = option("Address to listen on (no access control).", "127.0.0.1")
     port: Annotated[int, Range("[1, 65535]")] = option("Port to listen on.", 9000)
     num_slots: Positive = option("Samples decoded at the same time.", 16)
@@ -142,9 +136,6 @@ class ServeJetstreamOptions(JaxOptions):
     temperature: Temperature = option("Temperature of every reply; 0: greedy.", 0.0)
     top_p: Probability = option("Nucleus sampling: probability to keep.", 1.0)
     seed: Natural = option("Seed of the samples.", 0)
-
-    def rules(self) -> Problems:
-        yield from _exactly_one_source(self)
 
 
 class PlanOptions(JaxOptions):

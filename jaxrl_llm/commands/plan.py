@@ -2,13 +2,13 @@
 
 import json
 
-import jax
 from absl import logging
 
 from jaxrl_llm import errors
 from jaxrl_llm.algorithms import requirements
 from jaxrl_llm.commands.options import PlanOptions
 from jaxrl_llm.planning import memory_plan, plan_report, pool_placement, resolve_sizes
+from jaxrl_llm.sharding import mesh as mesh_lib
 
 
 def _compiled_bytes(plan: memory_plan.MemoryPlan, devices) -> dict[str, float | str]:
@@ -33,7 +33,7 @@ def main(options: PlanOptions) -> None:
     for warning in config.warnings():
         logging.warning("%s", warning)
     if not (options.topology or options.device):
-        target = resolve_sizes.local_target(jax.devices())
+        target = resolve_sizes.local_target(mesh_lib.run_devices())
     else:
         target = resolve_sizes.topology_target(options.topology, options.device, options.devices)
     plan = resolve_sizes.make_plan(resolve_sizes.fit_mesh(config, target), target)

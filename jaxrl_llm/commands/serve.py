@@ -6,6 +6,7 @@ from absl import logging
 
 from jaxrl_llm import program, saved_policy
 from jaxrl_llm.commands.options import ServeOptions
+from jaxrl_llm.rollout.engine import aot_programs
 from jaxrl_llm.serving.driver import Driver
 
 try:
@@ -33,12 +34,12 @@ def main(options: ServeOptions) -> None:
     logging.info("reading the weights of %s", source.name)
     params = source.weights().params
     driver = Driver(engine, params, max_waiting=options.max_waiting)
-    body_bytes = options.body_bytes or (2**20 if served.pictures is None else 2**25)
+    body_bytes = options.body_bytes or (2**20 if served.image_processor is None else 2**25)
     app = make_app(served, driver, Metrics(driver), options.request_s, body_bytes)
     max_prompt_tokens = served.max_tokens - 1  # room for one generated token
     filter_variants = (False, True) if options.warm_up_prompts else ()
-    programs = engine.programs.warmup_programs(
-        options.warm_up_prompts, max_prompt_tokens, filter_variants
+    programs = aot_programs.warmup_programs(
+        engine.programs, options.warm_up_prompts, max_prompt_tokens, filter_variants
     )
     del params  # else the old weights stay in memory after SIGHUP has loaded new ones
     load_weights = lambda: source.weights().params  # noqa: E731

@@ -1,13 +1,12 @@
 """Runs a training job, or checks it only (`--dry_run`)."""
 
-import jax
-
 import jaxrl_llm
 from jaxrl_llm import console, program
 from jaxrl_llm.commands.options import TrainOptions
 from jaxrl_llm.config import JobConfig, yaml_file
 from jaxrl_llm.config.bridge import to_dict
 from jaxrl_llm.planning import plan_report, resolve_sizes
+from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.storage import model_folder
 
 
@@ -18,7 +17,7 @@ def _check_fits(config: JobConfig, workdir: str) -> None:
     run = config.require_rl()
     paths = [path for path in (run.model.path, *run.scorer_paths) if path]
     if all(model_folder.may_exist(path) for path in paths):  # a missing one is reported later
-        resolve_sizes.check_memory(resolve_sizes.resolve(run, workdir), jax.devices())
+        resolve_sizes.check_memory(resolve_sizes.resolve(run, workdir), mesh_lib.run_devices())
 
 
 def main(options: TrainOptions) -> None:
@@ -37,7 +36,7 @@ def main(options: TrainOptions) -> None:
 
 def _print_plan_and_settings(config: JobConfig, workdir: str) -> None:
     """Prints the settings of a checked job as a config file, with the plan as comments."""
-    plan = resolve_sizes.make_plan(config, resolve_sizes.local_target(jax.devices()))
+    plan = resolve_sizes.make_plan(config, resolve_sizes.local_target(mesh_lib.run_devices()))
     header = "\n\n".join([
         f"Checked; nothing was allocated, nothing written to {workdir}.",
         plan_report.headline(plan),

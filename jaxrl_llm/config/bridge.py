@@ -74,6 +74,21 @@ _RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
     "config.trainer.sampling": {"now": "sync", "ahead": "async"},
     "config.trainer.new_weights": {"finish": "drain", "read_again": "recompute"},
 }
+# Fields of earlier versions: old to new.
+_RENAMED_FIELDS: Mapping[str, str] = {
+    f"config.algorithm.{old}": f"config.algorithm.loss_args.{new}"
+    for old, new in {
+        "dual_clip": "dual_clip",
+        "sapo_tau_pos": "tau_pos",
+        "sapo_tau_neg": "tau_neg",
+        "dro_beta": "beta",
+        "clip_cov_share": "share",
+        "clip_cov_low": "low",
+        "clip_cov_high": "high",
+        "kl_cov_share": "share",
+        "kl_cov_coef": "coef",
+    }.items()
+}
 
 
 def _build(default: Any, values: Any, path: str, errors: list[str]) -> Any:
@@ -86,8 +101,7 @@ def _build(default: Any, values: Any, path: str, errors: list[str]) -> Any:
     errors.extend(unknown_field(name, hints, path) for name in values if name not in hints)
     settings = {name: value for name, value in values.items() if value is not None}
     if cls is AlgorithmConfig:
-        recipe = settings.get("recipe", default.recipe)
-        settings = {**(RECIPES.get(recipe, {}) if isinstance(recipe, str) else {}), **settings}
+        settings = _over_recipe(default, settings)
     fields = vars(default).copy()
     for name, expected in hints.items():
         where = f"{path}.{name}"
@@ -101,6 +115,23 @@ def _build(default: Any, values: Any, path: str, errors: list[str]) -> Any:
     built = cls(**fields)
     errors.extend(f"{path}.{name}: {message}" for name, message in built.problems())
     return built
+
+
+def _over_recipe(default: AlgorithmConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of the chosen recipe, overridden by `settings`.
+
+    Loss arguments are overridden one by one; those of the row are left out if the settings choose
+    another loss.
+    """
+    recipe = settings.get("recipe", default.recipe)
+    row = RECIPES.get(recipe, {}) if isinstance(recipe, str) else {}
+    loss, loss_args = row.get("policy_loss", default.policy_loss), settings.get("loss_args", {})
+    merged = {**row, **settings}
+    if isinstance(loss_args, (Mapping, ml_config.ConfigDict)):
+        inherited = row.get("loss_args", {}) if merged.get("policy_loss", loss) == loss else {}
+        chosen = {name: value for name, value in loss_args.items() if value is not None}
+        merged["loss_args"] = {**inherited, **chosen}
+    return merged
 
 
 def _convert(expected: Any, value: Any, path: str, errors: list[str]) -> Any:
@@ -121,7 +152,7 @@ def _convert(expected: Any, value: Any, path: str, errors: list[str]) -> Any:
             return value
         choices = ", ".join(map(repr, args))
         renamed = _RENAMED_VALUES.get(path, {}).get(str(value))
-        hint = f"; it is called {renamed!r}" if renamed else _suggestion(value, args)
+        hint = f"; it is called {renamed!r}" if renamed else suggestion(value, args)
         errors.append(f"{path}: expected one of {choices}, got {value!r}{hint}")
         return _INVALID
     if expected is float:
@@ -139,11 +170,15 @@ def _convert(expected: Any, value: Any, path: str, errors: list[str]) -> Any:
 
 
 def unknown_field(name: str, known: Mapping[str, Any] | Sequence[str], path: str) -> str:
-    hint = _suggestion(name, list(known)) or f"; known: {', '.join(known)}"
+    """Error message for a field that a group does not have, with its present or nearest name."""
+    if renamed := _RENAMED_FIELDS.get(f"{path}.{name}"):
+        return f"{path}.{name}: unknown field; it is called {renamed!r}"
+    hint = suggestion(name, list(known)) or f"; known: {', '.join(known)}"
     return f"{path}.{name}: unknown field{hint}"
 
 
-def _suggestion(value: Any, known: Sequence[Any]) -> str:
+def suggestion(value: Any, known: Sequence[Any]) -> str:
+    """Remedy for an unknown name: the most similar one, or "" if none is."""
     guess = difflib.get_close_matches(str(value), [str(choice) for choice in known], n=1)
     return f"; did you mean {guess[0]!r}?" if guess else ""
 
@@ -153,7 +188,8 @@ def type_description(expected: Any) -> str:
     if origin is tuple:
         return f"a tuple of {args[0].__name__}"
     if origin is Mapping:
-        return f"named groups of {args[1].__name__} fields"
+        is_group, kind = dataclasses.is_dataclass(args[1]), args[1].__name__
+        return f"named groups of {kind} fields" if is_group else f"names with {kind} values"
     return str(expected.__name__)
 
 

@@ -118,12 +118,52 @@ def _fill_entries(values: Any, cls: Any) -> None:
 
 
 class _ConfigFile(flags.ArgumentParser):
+    def __init__(self, argv: tuple[str, ...]):
+        self._argv = argv
+
     def parse(self, file: str) -> Any:
         values = load(file)
+        _add_overridden_entries(values, self._argv)
         return values.lock() if isinstance(values, ml_config.ConfigDict) else values
 
     def flag_type(self) -> str:
         return "config object"
+
+
+def _overridden_keys(argv: Sequence[str]) -> Iterator[list[str]]:
+    """The parts of KEY of each `--config.KEY=value`."""
+    for argument in argv:
+        if override := re.match(r"--?(?:no)?config\.([^=]+)", argument):
+            yield override[1].split(".")
+
+
+def _add_overridden_entries(values: Any, argv: Sequence[str]) -> None:
+    """Adds entries that the command line sets to mappings of numbers or texts.
+
+    A flag's type is that of the present value, so an entry that the file does not have is a
+    placeholder, and a whole number of the file in a mapping of floats becomes a float.
+    """
+    for *groups, name in _overridden_keys(argv):
+        expected, group = _job_class(values), values
+        for part in groups:
+            is_group = dataclasses.is_dataclass(expected)
+            expected = typing.get_type_hints(expected).get(part) if is_group else None
+            group = group.get(part) if isinstance(group, ml_config.ConfigDict) else None
+        if _takes_new_entries(expected, group):
+            kind = typing.get_args(expected)[1]
+            with group.unlocked(), group.ignore_type():
+                if group.get(name) is None:
+                    group[name] = ml_config.placeholder(kind)
+                elif kind is float and type(group[name]) is int:
+                    group[name] = float(group[name])
+
+
+def _takes_new_entries(expected: Any, group: Any) -> bool:
+    """Whether the command line can add entries: numbers or texts, not groups of fields."""
+    is_mapping = typing.get_origin(expected) is Mapping
+    if not is_mapping or not isinstance(group, ml_config.ConfigDict):
+        return False
+    return not dataclasses.is_dataclass(typing.get_args(expected)[1])
 
 
 def unknown_overrides(argv: Sequence[str]) -> list[str]:
@@ -133,11 +173,8 @@ def unknown_overrides(argv: Sequence[str]) -> list[str]:
         values = load(match[1]) if match else {}
     except ConfigError as error:
         return list(error.problems)
-    errors: list[str] = []
-    for argument in argv:
-        if override := re.match(r"--?(?:no)?config\.([^=]+)", argument):
-            errors.extend(_unknown_key(override[1].split("."), _job_class(values), values))
-    return errors
+    cls = _job_class(values)
+    return [e for parts in _overridden_keys(argv) for e in _unknown_key(parts, cls, values)]
 
 
 def _unknown_key(parts: Sequence[str], expected: Any, values: Any) -> Iterator[str]:
@@ -150,9 +187,10 @@ def _unknown_key(parts: Sequence[str], expected: Any, values: Any) -> Iterator[s
                 return
             expected = hints[part]
         elif typing.get_origin(expected) is Mapping:
-            if part not in values:
+            if part not in values and not _takes_new_entries(expected, values):
                 has = f"the config file has no such entry (it has: {', '.join(values) or 'none'})"
-                remedy = f"set the whole group, --{path}=\"{{'{part}': {{...}}}}\""
+                entry = "{...}" if dataclasses.is_dataclass(typing.get_args(expected)[1]) else "..."
+                remedy = f"set the whole group, --{path}=\"{{'{part}': {entry}}}\""
                 yield f"{path}.{part}: {has}; {remedy}"
                 return
             expected = typing.get_args(expected)[1]
@@ -166,7 +204,7 @@ def _unknown_key(parts: Sequence[str], expected: Any, values: Any) -> Iterator[s
 def define(name: str, values: flags.FlagValues, argv: Sequence[str]) -> None:
     """Defines the flag of a config and of those of its keys that `argv` sets."""
     config_flags.DEFINE_config_file(name, flag_values=values, sys_argv=list(argv))
-    values[name].parser = _ConfigFile()
+    values[name].parser = _ConfigFile(tuple(argv))
 
 
 def unknown_flag_message(argument: str, known: flags.FlagValues) -> str:

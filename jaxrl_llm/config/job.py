@@ -272,6 +272,7 @@ class RewardModelingConfig(SupervisedConfig):
 
     unread = SupervisedConfig.unread.union({
         "model.vocab_chunk", "mesh.rollout", "data.arithmetic_errors", "evaluation.functions",
+        "data.answer_pattern", "data.extra_columns", "data.data_source",
         "evaluation.samples_per_prompt", "evaluation.temperature", "evaluation.top_p",
         "trainer.tower_learning_rate",
     })  # fmt: skip

@@ -35,7 +35,9 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     # Liu et al., arXiv:2503.20783.
     "dr_grpo": dict(advantage="grpo", group_std=False, aggregation="seq-mean-token-sum-norm"),
     # Yu et al., arXiv:2503.14476.
-    "dapo": dict(advantage="grpo", clip_high=0.28, dual_clip=10.0, dynamic_sampling=True),
+    "dapo": dict(
+        advantage="grpo", clip_high=0.28, loss_args={"dual_clip": 10.0}, dynamic_sampling=True
+    ),
     # Zheng et al., arXiv:2507.18071.
     "gspo": dict(_SEQ_MEAN, advantage="grpo", policy_loss="gspo", clip_low=3e-4, clip_high=4e-4),
     # Ahmadian et al., arXiv:2402.14740.

@@ -4,16 +4,18 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
+from jaxrl_llm.config.datasets.presets import PRESETS, Preset, RowMapping, pair_problems
+from jaxrl_llm.config.datasets.slices import overlap_problem
 from jaxrl_llm.config.validation import (
     Coefficient,
     ConfigGroup,
     Every,
-    File,
     ModelPath,
     Name,
     Problems,
     Range,
     Real,
+    RowFiles,
     Tokens,
 )
 
@@ -27,11 +29,17 @@ Token = Annotated[int, Range("[0, 2147483647]")]  # and in the vocabulary
 Weight = Annotated[float, Range("[0, 1000000]")]
 
 
+MAPPING_FIELDS = tuple(field.name for field in dataclasses.fields(RowMapping))  # of DataConfig
+WEIGHT_FIELDS = ("train_weights", "last_train_weights", "last_train_weights_after")
+
+
 class DataConfig(ConfigGroup):
     """The source of prompts."""
 
     task: Literal["arithmetic", "stories", "products", "shapes", "gsm8k", "files"] = "arithmetic"
-    train_files: tuple[File, ...] = ()  # parquet, jsonl or json, or folders of them
+    # Parquet, jsonl, json or csv files, the last three also as .gz or .zst; folders of them, globs
+    # ("a/*.parquet", "**"); each with a slice of its rows if wanted ("train.parquet[:90%]").
+    train_files: tuple[RowFiles, ...] = ()
     # How often rows of each of `train_files` come, relative to the others. Empty: as they are.
     train_weights: tuple[Weight, ...] = ()
     # The weights that these become, in a line, while so many rows are drawn. Empty: they stay.
@@ -40,7 +48,24 @@ class DataConfig(ConfigGroup):
     # Files are read piece by piece (parquet, jsonl), a row when it is needed: more than memory
     # holds. Otherwise all rows are read and checked at the start.
     stream: bool = False
-    eval_files: tuple[File, ...] = ()
+    eval_files: tuple[RowFiles, ...] = ()
+    # The layout of a published dataset, which sets the eight fields below; what you set replaces it
+    # (docs/data.md).
+    preset: Preset = "none"
+    # Which column of the files is which of ours: {"prompt": "question", "answer": "solution"}. A
+    # name that ends in "?" is of a column that a row may lack.
+    columns: Mapping[str, Name] = dataclasses.field(default_factory=dict)
+    # The prompt of a row, with its columns in braces: "{question} Answer with a number."
+    prompt_template: str = ""
+    system_prompt: str = ""  # of dialogues that begin with no system message
+    # A regular expression with one group: its last match in columns.answer is the ground truth.
+    answer_pattern: str = ""
+    # Columns that reward functions get in extra_info. Empty: all that nothing else reads.
+    extra_columns: tuple[Name, ...] = ()
+    # Speakers of dialogues that are one text, as "Human:user": a turn begins with a blank line and
+    # "Human:".
+    transcript_roles: tuple[Name, ...] = ()
+    data_source: Name = ""  # of rows without a column data_source
     prompt_column: Name = "prompt"
     # Roles of messages that mean another one, as "human:user" or "gpt:assistant". A role that the
     # chat template does not know is refused; "critic:critic" lets it pass as it is.
@@ -72,7 +97,9 @@ class DataConfig(ConfigGroup):
         yield from self._weight_rules()
         if self.task in ("gsm8k", "files") and not self.train_files:
             yield "train_files", f"task={self.task!r} reads files, none given"
-        yield from self._role_rules()
+        yield from self._slice_rules()
+        yield from self._mapping_rules()
+        yield from pair_problems("role_aliases", self.role_aliases, "human:user")
         num_prompts = self.arithmetic_train_prompts + self.arithmetic_eval_prompts
         if self.task == "products" and num_prompts > NUM_PRODUCTS:
             message = (
@@ -92,14 +119,45 @@ class DataConfig(ConfigGroup):
                 f" {10**self.arithmetic_terms} sums; use fewer prompts or more terms",
             )
 
-    def _role_rules(self) -> Problems:
-        names = [pair.partition(":")[0] for pair in self.role_aliases]
-        for pair in self.role_aliases:
-            name, colon, role = pair.partition(":")
-            if not (name and colon and role):
-                yield "role_aliases", f"{pair!r} is no alias; write it as 'human:user'"
-            elif names.count(name) > 1:
-                yield "role_aliases", f"{name!r} has two meanings; give it one"
+    @property
+    def row_mapping(self) -> RowMapping:
+        """How columns of the files become rows: the preset, and the settings over it."""
+        return self._own_mapping.with_preset(PRESETS[self.preset])
+
+    @property
+    def _own_mapping(self) -> RowMapping:
+        return RowMapping(**{name: getattr(self, name) for name in MAPPING_FIELDS})
+
+    def with_pairs(self, files: tuple[str, ...], preset: Preset) -> "DataConfig":
+        """The config of preference pairs in other files, which have columns of their own."""
+        own = {field: getattr(DataConfig(), field) for field in (*MAPPING_FIELDS, *WEIGHT_FIELDS)}
+        changes = {**own, "task": "files", "train_files": files, "preset": preset}
+        return dataclasses.replace(self, **changes)
+
+    def _slice_rules(self) -> Problems:
+        for i, file in enumerate(self.eval_files):
+            for other in self.train_files:
+                if problem := overlap_problem(file, other):
+                    yield f"eval_files[{i}]", f"{file} {problem}"
+
+    def _mapping_rules(self) -> Problems:
+        names = [n for n in MAPPING_FIELDS if getattr(self, n)]
+        names += ["preset"] if self.preset != "none" else []
+        if names and self.task != "files":
+            message = f"task={self.task!r} has rows of its own"
+            yield names[-1], f"{message}; use task='files', or leave it out"
+        mapping = self._own_mapping
+        if problems := list(mapping.problems()):
+            yield from problems
+            return
+        mapping = self.row_mapping
+        if self.answer_pattern and "answer" not in mapping.columns:
+            yield "answer_pattern", "nothing is searched for it; name columns.answer"
+        if {"messages", "completion"} <= set(mapping.columns):
+            message = "messages and completion are both set, and the rows of SFT are one of them"
+            yield "columns", f"{message}; leave one out"
+        if self.prompt_column != "prompt" and ("prompt" in self.columns or self.prompt_template):
+            yield "prompt_column", "columns.prompt or prompt_template says it already; leave it out"
 
     def _weight_rules(self) -> Problems:
         for name in ("train_weights", "last_train_weights"):
@@ -225,13 +283,16 @@ class RewardModelConfig(ConfigGroup):
     path: ModelPath = ""  # Hugging Face one-label classifier; "": trained first, see `preference`
     # Files of preference pairs that a model without a folder learns from; empty: those of the task.
     # Of a cost model, the chosen answer is the one that costs less.
-    pairs: tuple[File, ...] = ()
+    pairs: tuple[RowFiles, ...] = ()
+    pairs_preset: Preset = "none"  # the layout of these files, as data.preset
     weight: Real = 1.0
     data_source: Name = "*"
 
     def rules(self) -> Problems:
         if self.path and self.pairs:
             yield "pairs", "the model of `path` is not trained before RL; leave one of them out"
+        if self.pairs_preset != "none" and not self.pairs:
+            yield "pairs_preset", "is of the files in `pairs`; name some, or leave it out"
 
 
 class MathConfig(ConfigGroup):

@@ -8,6 +8,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
+from jaxrl_llm.config.datasets.slices import slice_problem
 from jaxrl_llm.errors import Problem
 from jaxrl_llm.storage.address import AddressError, parse_address
 
@@ -69,6 +70,8 @@ class TextField:
             yield f"must be 'package.module:function' or 'path/file.py:function', got {value!r}"
         elif value and self == _ADDRESS and not _is_address(value):
             yield f"must begin with http:// or https:// and name a host, got {value!r}"
+        elif self == _ROW_FILES and (problem := slice_problem(value)):
+            yield f"{value!r}: {problem}"
         elif value and self == _MODEL:
             try:
                 parse_address(value, "model")
@@ -78,12 +81,14 @@ class TextField:
 
 _FUNCTION = TextField("'package.module:function' or 'path/file.py:function'")
 _ADDRESS = TextField("an address, http:// or https://")
+_ROW_FILES = TextField("files of rows: a path, a folder or a glob, and a slice if wanted")
 _MODEL = TextField("a model: a folder, org/name or another address")
 _ANY = TextField()
 
 Folder = Annotated[str, TextField("a folder")]
 ModelPath = Annotated[str, _MODEL]
 File = Annotated[str, TextField("a file")]
+RowFiles = Annotated[str, _ROW_FILES]
 Function = Annotated[str, _FUNCTION]
 Address = Annotated[str, _ADDRESS]
 Name = Annotated[str, TextField("a name")]
@@ -137,18 +142,30 @@ def with_models(group: Group, replace: Callable[[str, str], str], path: str = "c
       replace: (key, address) -> the new address; called for each that is not "", with keys such as
         "config.rewards.models.judge.path".
     """
+    return _with_texts(group, _MODEL, replace, path)
+
+
+def with_row_files(group: Group, replace: Callable[[str, str], str], path: str = "config") -> Group:
+    """A config group whose addresses of files of rows are replaced, as `with_models` does."""
+    return _with_texts(group, _ROW_FILES, replace, path)
+
+
+def _with_texts(group: Any, kind: TextField, replace: Callable[[str, str], str], path: str) -> Any:
+    """A config group whose texts of a kind are replaced, in itself and the groups below it."""
     changes: dict[str, Any] = {}
     cls: Any = type(group)
     rules = {name: rule for name, rule, _ in field_rules(cls)}
     for name in (field.name for field in dataclasses.fields(cls)):
         key, value = f"{path}.{name}", getattr(group, name)
-        if rules.get(name) == _MODEL and value:
+        if rules.get(name) == kind and isinstance(value, tuple):
+            changes[name] = tuple(replace(f"{key}[{i}]", each) for i, each in enumerate(value))
+        elif rules.get(name) == kind and value:
             changes[name] = replace(key, value)
         elif isinstance(value, ConfigGroup):
-            changes[name] = with_models(value, replace, key)
+            changes[name] = _with_texts(value, kind, replace, key)
         elif isinstance(value, Mapping):
             changes[name] = {
-                entry: with_models(each, replace, f"{key}.{entry}")
+                entry: _with_texts(each, kind, replace, f"{key}.{entry}")
                 if isinstance(each, ConfigGroup)
                 else each
                 for entry, each in value.items()

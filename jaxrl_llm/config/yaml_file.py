@@ -116,9 +116,9 @@ def scalar(text: str) -> bool | int | float | str:
         value = _Loader(text).get_single_data()
     except _BAD_YAML as error:
         problem = getattr(error, "problem", None) or error
-        raise ValueError(f"{text[:100]!r} is no value ({problem})") from error
+        raise ValueError(f"{text[:100]!r} is not a value ({problem})") from error
     if not isinstance(value, bool | int | float | str):
-        raise ValueError(f"{text[:100]!r} is no single value; write a number or a name")
+        raise ValueError(f"{text[:100]!r} is not a single value; write a number or a name")
     return value
 
 

@@ -30,7 +30,8 @@ from jaxrl_llm.data.images import (
     with_images,
 )
 from jaxrl_llm.data.mixtures import MixtureSchedule
-from jaxrl_llm.data.row_report import RowReport
+from jaxrl_llm.data.rows.row_mapping import example_columns, pair_columns
+from jaxrl_llm.data.rows.row_report import RowReport
 from jaxrl_llm.data.streaming import MakeSequences, StreamedRows
 from jaxrl_llm.data.streams import MixedRows, Rows, max_size, streamed_parts
 from jaxrl_llm.data.tasks import (
@@ -94,7 +95,7 @@ def load_dataset(
     split: Split,
     seed: int,
     options_of: Options | None = None,
-    pictures: ImagePreprocessor | None = None,
+    image_processor: ImagePreprocessor | None = None,
 ) -> Dataset:
     """Loads and tokenizes the prompts of a split, each of at most `max_prompt_tokens` tokens.
 
@@ -105,13 +106,15 @@ def load_dataset(
       seed: Draws the prompts of the generated tasks; use the same one for both splits.
       options_of: Template options, such as `tools`, derived from a row's `extra_info`; the row's
         own options take precedence. With it, prompts keep their messages and options.
-      pictures: Prepares images; without it a row with images is a DataError.
+      image_processor: Prepares images; without it a row with images is a DataError.
 
     Raises:
       DataError: If a prompt is empty, is too long while `long_rows` is "error", or none is left.
     """
     if split == "train" and config.stream:
-        make_prompt = functools.partial(_streamed_prompt, config, tokenizer, options_of, pictures)
+        make_prompt = functools.partial(
+            _streamed_prompt, config, tokenizer, options_of, image_processor
+        )
         rule = "are longer than data.max_prompt_tokens"
         rows = _streamed_rows(config, make_prompt, config.max_prompt_tokens, rule)
         first = (part.first(_NUM_FIRST) for part in streamed_parts(rows))
@@ -121,7 +124,7 @@ def load_dataset(
         rows_of_task = [_with_options(row, options_of) for row in rows_of_task]
     wheres = [row.get("where", f"{split} split, row {i}") for i, row in enumerate(rows_of_task)]
     rows_and_wheres = zip(rows_of_task, wheres, strict=True)
-    rows_of_task = [with_images(row, pictures, where) for row, where in rows_and_wheres]
+    rows_of_task = [with_images(row, image_processor, where) for row, where in rows_and_wheres]
     texts = [
         _rendered_prompt(config, tokenizer, row, where)
         for row, where in zip(rows_of_task, wheres, strict=True)
@@ -146,7 +149,7 @@ def load_dataset(
                 prompt, min_lengths[i] = _make_prompt(
                     config,
                     tokenizer,
-                    pictures,
+                    image_processor,
                     rows_of_task[i],
                     texts[i],
                     tokens=tokens,
@@ -197,7 +200,7 @@ def _rendered_prompt(
 def _make_prompt(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
-    pictures: ImagePreprocessor | None,
+    image_processor: ImagePreprocessor | None,
     row: Row,
     text: str,
     tokens: Tokens,
@@ -207,7 +210,7 @@ def _make_prompt(
     """Builds a prompt, truncated if configured, or None if it is dropped; and its full length."""
     if not tokens:
         raise DataError(f"{where}: the prompt has no tokens; leave the row out")
-    tokens, images = expand_tokens(pictures, tokens, row.get("pictures", ()), where)
+    tokens, images = expand_tokens(image_processor, tokens, row.get("prompt_images", ()), where)
     whole = len(tokens)
     if not _is_kept(config, where, whole):
         return None, whole
@@ -242,17 +245,17 @@ def _streamed_prompt(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     options_of: Options | None,
-    pictures: ImagePreprocessor | None,
+    image_processor: ImagePreprocessor | None,
     row: Row,
     where: str,
     index: int,
 ) -> tuple[Prompt, ...]:
-    row = with_images(prompt_row(config, row, where), pictures, where)
+    row = with_images(prompt_row(config, row, where), image_processor, where)
     if options_of is not None:
         row = _with_options(row, options_of)
     text = _rendered_prompt(config, tokenizer, row, where)
     (tokens,) = prompt_tokens(tokenizer, [text], config.chat_template)
-    prompt, _ = _make_prompt(config, tokenizer, pictures, row, text, tokens, index, where)
+    prompt, _ = _make_prompt(config, tokenizer, image_processor, row, text, tokens, index, where)
     return (prompt,) if prompt is not None else ()
 
 
@@ -280,7 +283,7 @@ def worked_examples(
     split: Split,
     seed: int,
     max_tokens: int = 0,
-    pictures: ImagePreprocessor | None = None,
+    image_processor: ImagePreprocessor | None = None,
 ) -> Rows[Example]:
     """Loads SFT examples: each row with its answer, which ends with the end token and bears loss.
 
@@ -293,9 +296,11 @@ def worked_examples(
     """
     if config.task == "files":
         report = RowReport(split, "sequences")
-        make = functools.partial(_examples_of_row, config, tokenizer, max_tokens, pictures, report)
+        make = functools.partial(
+            _examples_of_row, config, tokenizer, max_tokens, image_processor, report
+        )
         return _rows_of_files(config, split, make, max_tokens, report)
-    prompts = load_dataset(config, tokenizer, split, seed, pictures=pictures).prompts
+    prompts = load_dataset(config, tokenizer, split, seed, image_processor=image_processor).prompts
     if config.task == "products":
         return _worked_products(config, tokenizer, prompts, seed)
     texts = [prompt.extra_info["answer"] for prompt in prompts]
@@ -409,25 +414,28 @@ def _examples_of_row(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
-    pictures: ImagePreprocessor | None,
+    image_processor: ImagePreprocessor | None,
     report: RowReport,
     row: Row,
     where: str,
     index: int,
 ) -> tuple[Example, ...]:
+    row = example_columns(config, row, where)
     dialogue = sft_dialogue(row, where, config.prompt_column, role_aliases(config.role_aliases))
     checked = {"prompt": dialogue.messages, "images": row.get("images")}
-    checked = with_images(checked, pictures, where)
+    checked = with_images(checked, image_processor, where)
     dialogue = dialogue._replace(messages=checked["prompt"])
     check_shown(config, tokenizer, dialogue)
     split = dialogue_sequences(tokenizer, dialogue, config.chat_template, config.rewritten_turns)
     examples = []
     for example, num_messages, _ in split.sequences:
-        if pictures is not None:
-            images_shown = checked.get("pictures", ())
+        if image_processor is not None:
+            images_shown = checked.get("prompt_images", ())
             if num_messages < len(dialogue.messages):  # a prefix has only the first images
                 images_shown = images_shown[: _num_images(dialogue.messages[:num_messages])]
-            counts, images = pictures.expand_placeholders(example.tokens, images_shown, where)
+            counts, images = image_processor.expand_placeholders(
+                example.tokens, images_shown, where
+            )
             tokens, mask = (tuple(np.repeat(values, counts).tolist()) for values in example[:2])
             example = Example(tokens, mask, images)
         if max_tokens and config.long_rows != "drop":
@@ -464,6 +472,15 @@ def check_shown(config: DataConfig, tokenizer: PreTrainedTokenizerBase, dialogue
         raise DataError(f"{dialogue.where}: {error}") from error
 
 
+def pair_of_dialogues(config: DataConfig, row: Row, where: str) -> tuple[Dialogue, Dialogue]:
+    """The dialogues of `chosen` and `rejected` of a row; raises DataError if it is no pair."""
+    row = pair_columns(config, row, where)
+    roles = role_aliases(config.role_aliases)
+    both = preference_dialogues(row, where, config.prompt_column, roles)
+    refuse_pairs(row, [*both[0].messages, *both[1].messages], where)
+    return both
+
+
 def _pair_of_row(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -473,8 +490,7 @@ def _pair_of_row(
     where: str,
     index: int,
 ) -> tuple[PreferencePair, ...]:
-    both = preference_dialogues(row, where, config.prompt_column, role_aliases(config.role_aliases))
-    refuse_pairs(row, [*both[0].messages, *both[1].messages], where)
+    both = pair_of_dialogues(config, row, where)
     for dialogue in both:
         check_shown(config, tokenizer, dialogue)
     sequences, num_rewritten = [], 0

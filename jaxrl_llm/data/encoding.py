@@ -426,7 +426,7 @@ def _texts(value: Any) -> Iterator[str]:
 def _check_texts(value: Any, where: str, room: int = 2 * MAX_DEPTH) -> None:
     if isinstance(value, str):
         if not is_text(value):
-            rule = "holds half of a surrogate pair, which is no text; leave it out"
+            rule = "contains a lone surrogate, which is not text; leave it out"
             raise DataError(f"{where}: {ascii(value)[:60]} {rule}")
     elif isinstance(value, Mapping | list | tuple):
         if not room:

@@ -1,26 +1,40 @@
-"""Readers of parquet, JSON and JSON lines files, and the check of prompt rows in verl's schema."""
+"""Readers of parquet, JSON, JSON lines and CSV files; the check of prompt rows in verl's schema."""
 
+import bisect
 import codecs
-import collections
 import contextlib
+import csv
+import io
 import itertools
 import json
 import math
-import pathlib
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow
 from pyarrow import parquet
 
 from jaxrl_llm import console
+from jaxrl_llm.config.datasets.slices import RowSlice, split_slice
 from jaxrl_llm.data.chat.messages import NO_ALIASES, Roles, checked_messages
 from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.rows.row_files import (
+    file_format,
+    listed_files,
+    open_file,
+    open_parquet,
+    read_errors,
+)
 from jaxrl_llm.text import MAX_DEPTH, is_text, text_fault
 
 Row = dict[str, Any]
+
+T = TypeVar("T")
+
+csv.field_size_limit(sys.maxsize)  # a field may be a long text
 
 # Rows passed from Python, keyed by the name that stands for them among the file paths.
 registered_rows: dict[str, Sequence[Any]] = {}
@@ -31,36 +45,82 @@ _TOKEN = re.compile(
 )
 
 
-def read_rows(paths: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """Yields the origin `FILE, row N` and the content of each row, file after file.
+def read_rows(entries: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    """Yields the origin `FILE, row N` and the content of each row, entry after entry.
 
-    N counts from 1 and is the line number in a JSON lines file, whose blank lines are skipped. A
-    folder is read recursively, its files sorted by name.
+    An entry is a file, a folder (read recursively, its files sorted by name) or a glob, with a
+    slice of its rows if wanted (`rows.jsonl[:90%]`). N counts from 1 and is the line number in a
+    JSON lines file, whose blank lines are skipped, but count in a slice.
 
     Raises:
       DataError: If a file is missing, empty, broken or unsupported, or a line is not an object.
     """
-    for path in itertools.chain.from_iterable(map(data_files, paths)):
-        if path in registered_rows:
-            for number, row in enumerate(registered_rows[path], start=1):
-                where = f"{path}, row {number}"
-                yield where, as_row(row, where)
-            continue
-        suffix = pathlib.Path(path).suffix.lower()
-        if suffix not in READERS:
-            known = ", ".join(sorted(READERS))
-            raise DataError(f"{path}: unsupported suffix {suffix!r}; known: {known}")
-        if not pathlib.Path(path).is_file():
-            raise DataError(
-                f"{path}: no such file; give a path from {pathlib.Path.cwd()}, or a whole one"
-            )
-        number = 0
-        with console.show_progress(f"reading {path}"):
-            for number, row in READERS[suffix](path):
-                where = f"{path}, row {number}"
-                yield where, as_row(row, where)
-        if not number:
-            raise DataError(f"{path}: no rows in this file; leave it out, or save it again")
+    for entry in entries:
+        num_rows = 0
+        for path, wanted in data_files(entry):
+            with console.show_progress(f"reading {path}"):
+                for number, row in _rows_of_file(path, wanted):
+                    num_rows += 1
+                    where = f"{path}, row {number}"
+                    yield where, as_row(row, where)
+            if wanted is None and not num_rows:
+                raise DataError(f"{path}: no rows in this file; leave it out, or save it again")
+            num_rows = 0 if wanted is None else num_rows
+        if wanted is not None and not num_rows:
+            raise DataError(f"{entry}: all lines of this slice are blank; choose another one")
+
+
+def data_files(entry: str) -> list[tuple[str, range | None]]:
+    """The files of an entry and, if it has a slice, the numbers, from 0, of their rows in it.
+
+    Raises:
+      DataError: If there are none, or the slice holds no rows.
+    """
+    if entry in registered_rows:
+        return [(entry, None)]
+    address, rows = split_slice(entry)
+    paths = listed_files(address)
+    if rows is None:
+        return [(path, None) for path in paths]
+    counts = [_num_rows(path) for path in paths]
+    wanted = slice_rows(entry, rows, sum(counts))
+    parts: list[tuple[str, range | None]] = []
+    first = 0
+    for path, count in zip(paths, counts, strict=True):
+        if part := overlap(wanted, first, count):
+            parts.append((path, part))
+        first += count
+    return parts
+
+
+def slice_rows(entry: str, rows: RowSlice, num_rows: int) -> range:
+    """The numbers of the rows in a slice of an entry; raises DataError if there are none."""
+    if not (wanted := rows.rows(num_rows)):
+        raise DataError(f"{entry}: no row of {num_rows} is in this slice; choose another one")
+    return wanted
+
+
+def overlap(wanted: range, first: int, count: int) -> range:
+    """The part of `wanted` in `count` rows from number `first` on, numbered from there."""
+    return range(max(wanted.start - first, 0), min(wanted.stop - first, count))
+
+
+def _rows_of_file(path: str, wanted: range | None) -> Iterator[tuple[int, Any]]:
+    if path in registered_rows:
+        return enumerate(registered_rows[path], start=1)
+    return READERS[file_format(path).suffix](path, wanted)
+
+
+def _num_rows(path: str) -> int:
+    """The number of rows of a file; lines of JSON lines, blank ones too."""
+    suffix = file_format(path).suffix
+    if suffix == ".parquet":
+        with read_errors(path), open_parquet(path) as file:
+            return int(file.metadata.num_rows)
+    if suffix == ".jsonl":
+        with read_errors(path), open_file(path) as lines:
+            return sum(1 for _ in lines)
+    return max((number for number, _ in READERS[suffix](path, None)), default=0)
 
 
 def as_row(value: Any, where: str) -> Row:
@@ -112,18 +172,6 @@ def _rows_in_memory(rows: Iterable[Any]) -> list[Any]:
     ]
 
 
-def data_files(path: str) -> list[str]:
-    """The supported files under a folder, sorted by name; a single file is returned as is."""
-    if path in registered_rows or not pathlib.Path(path).is_dir():
-        return [path]
-    below = sorted(pathlib.Path(path).rglob("*"))
-    paths = [str(each) for each in below if each.suffix.lower() in READERS and each.is_file()]
-    if not paths:
-        known = ", ".join(sorted(READERS))
-        raise DataError(f"{path}: no files with rows in this folder; known: {known}")
-    return paths
-
-
 def checked_row(
     row: Mapping[str, Any], where: str, prompt_column: str = "prompt", roles: Roles = NO_ALIASES
 ) -> Row:
@@ -137,7 +185,8 @@ def checked_row(
     data_source = row.get("data_source")
     if not is_text(data_source) or not data_source:
         raise DataError(
-            f"{where}: data_source must be a text that names the row's origin, got {data_source!r}"
+            f"{where}: data_source must be a text that names the row's origin, got {data_source!r};"
+            " add it, or set data.data_source"
         )
     reward_model = _mapping_column(row, "reward_model", where)
     ground_truth = reward_model.pop("ground_truth", None)
@@ -179,11 +228,15 @@ def without_arrow_nulls(value: Any) -> Any:
     return value
 
 
-def _json_lines(path: str) -> Iterator[tuple[int, Any]]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+def _json_lines(path: str, wanted: range | None) -> Iterator[tuple[int, Any]]:
+    with read_errors(path), open_file(path) as file:
+        for number, line in enumerate(_part(file, wanted), start=wanted.start + 1 if wanted else 1):
             if line.strip():
                 yield number, parse_line(line, f"{path}, row {number}")
+
+
+def _part(rows: Iterable[T], wanted: range | None) -> Iterator[T]:
+    return itertools.islice(rows, wanted.start, wanted.stop) if wanted else iter(rows)
 
 
 def parse_line(line: bytes, where: str) -> Any:
@@ -195,19 +248,19 @@ def parse_line(line: bytes, where: str) -> Any:
         raise DataError(f"{where}: broken JSON {error}; {rule}") from error
 
 
-def _json_array(path: str) -> Iterator[tuple[int, Any]]:
+def _json_array(path: str, wanted: range | None) -> Iterator[tuple[int, Any]]:
     """Yields the elements of a JSON array; a file with one object a line is read as JSON lines."""
-    with open(path, "rb") as file:
+    with read_errors(path), open_file(path) as file:
         content = file.read()
     if not content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-        yield from _json_lines(path)
+        yield from _json_lines(path, wanted)
         return
     try:
         rows = _json_value(content)
     except ValueError as error:
         rule = "; the file must hold one array of objects, or an object in each line"
         raise DataError(f"{path}: broken JSON {error}{rule}") from error
-    yield from enumerate(rows, start=1)
+    yield from _part(enumerate(rows, start=1), wanted)
 
 
 def _json_value(line: bytes) -> Any:
@@ -275,7 +328,7 @@ def _first_fault(text: str) -> str:
         elif token["text"]:
             continue
         elif word.endswith(("NaN", "Infinity")):
-            return f"{at}{word} is no number of JSON; write null or a text"
+            return f"{at}{word} is not a JSON number; write null or a string"
         elif word.removeprefix("-").isdigit():
             if len(word) > sys.get_int_max_str_digits():
                 return f"{at}an integer of {len(word)} digits; write it as a text"
@@ -284,37 +337,54 @@ def _first_fault(text: str) -> str:
     return "no JSON"
 
 
-def _parquet(path: str) -> Iterator[tuple[int, Any]]:
-    number = 0
-    with read_errors(path), parquet.ParquetFile(path) as file:
+def _csv(path: str, wanted: range | None) -> Iterator[tuple[int, Any]]:
+    """Yields the records below the header, all values as texts; quoted ones may hold line ends."""
+    with read_errors(path), open_file(path) as binary:
+        records = csv.reader(io.TextIOWrapper(binary, "utf-8-sig", newline=""), strict=True)
+        number = 0
+        try:
+            names = next(records, [])
+            if repeated := [name for name, count in Counter(names).items() if count > 1]:
+                raise DataError(
+                    f"{path}: {names.count(repeated[0])} columns are named {repeated[0]!r}; rename"
+                    " or drop them"
+                )
+            for number, record in _part(enumerate(filter(None, records), start=1), wanted):
+                if len(record) != len(names):
+                    raise DataError(
+                        f"{path}, row {number}: {len(record)} fields for {len(names)} columns;"
+                        " quote a field that holds a comma"
+                    )
+                yield number, dict(zip(names, record, strict=True))
+        except (csv.Error, UnicodeDecodeError) as error:
+            rule = "save the file as UTF-8, with closed quotes"
+            raise DataError(f"{path}, after row {number}: {error}; {rule}") from error
+
+
+def _parquet(path: str, wanted: range | None) -> Iterator[tuple[int, Any]]:
+    with read_errors(path), open_parquet(path) as file:
         check_column_names(path, file)
-        batches = file.iter_batches()
-        while True:
+        sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        ends = list(itertools.accumulate(sizes))
+        wanted = range(sum(sizes)) if wanted is None else wanted
+        first = bisect.bisect_right(ends, wanted.start)  # the group of the first row
+        number = ends[first] - sizes[first] if wanted else 0
+        batches = file.iter_batches(row_groups=range(first, len(sizes)))
+        while number < wanted.stop:
             where = f"{path}, after row {number}"
             with read_errors(where):
-                if (batch := next(batches, None)) is None:
-                    return
-            for row in batch_rows(batch, where):
-                number += 1
-                yield number, row
+                batch = next(batches)
+            part = range(max(wanted.start - number, 0), min(wanted.stop - number, len(batch)))
+            for i, row in enumerate(batch_rows(batch[part.start : part.stop], where), part.start):
+                yield number + i + 1, row
+            number += len(batch)
 
 
 def check_column_names(path: str, file: parquet.ParquetFile) -> None:
     """Raises a DataError if two columns of a parquet file have the same name."""
-    for name, count in collections.Counter(file.schema_arrow.names).items():
+    for name, count in Counter(file.schema_arrow.names).items():
         if count > 1:
             raise DataError(f"{path}: {count} columns are named {name!r}; rename or drop them")
-
-
-@contextlib.contextmanager
-def read_errors(where: str) -> Iterator[None]:
-    """Converts I/O and Arrow errors to DataErrors that begin with `where`."""
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(
-            f"{where}: cannot be read: {error}; is the file complete? Save it again"
-        ) from error
 
 
 def batch_rows(batch: pyarrow.RecordBatch | pyarrow.Table, where: str) -> list[Row]:
@@ -332,6 +402,6 @@ def batch_rows(batch: pyarrow.RecordBatch | pyarrow.Table, where: str) -> list[R
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-Reader = Callable[[str], Iterator[tuple[int, Any]]]
+Reader = Callable[[str, range | None], Iterator[tuple[int, Any]]]
 READERS: Mapping[str, Reader]
-READERS = {".json": _json_array, ".jsonl": _json_lines, ".parquet": _parquet}
+READERS = {".csv": _csv, ".json": _json_array, ".jsonl": _json_lines, ".parquet": _parquet}

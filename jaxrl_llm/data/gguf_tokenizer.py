@@ -49,7 +49,9 @@ def from_fields(fields: Mapping[str, Any], where: str) -> PreTrainedTokenizerFas
         known = ", ".join(_BACKENDS)
         raise DataError(f"{where}: tokenizer.ggml.model is {kind!r}, known: {known}; {_REMEDY}")
     if not isinstance(tokens, list) or len(set(tokens)) < len(tokens):
-        raise DataError(f"{where}: tokenizer.ggml.tokens is no list of different texts; {_REMEDY}")
+        raise DataError(
+            f"{where}: tokenizer.ggml.tokens is not a list of distinct strings; {_REMEDY}"
+        )
     types = settings.get("token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise DataError(f"{where}: {len(tokens)} tokens have {len(types)} types; {_REMEDY}")
@@ -186,7 +188,8 @@ def to_fields(tokenizer: Any, vocab_size: int, end_token_ids: Sequence[int] = ()
         **_special_ids(tokenizer, end_token_ids, where),
     }
     if not is_byte_level:
-        pieces = tokenizer.convert_ids_to_tokens(backend.encode("a", add_special_tokens=False).ids)
+        encoding: Any = backend
+        pieces = tokenizer.convert_ids_to_tokens(encoding.encode("a", add_special_tokens=False).ids)
         fields["tokenizer.ggml.add_space_prefix"] = pieces[0].startswith("▁")
     if isinstance(tokenizer.chat_template, str):
         fields["tokenizer.chat_template"] = tokenizer.chat_template

@@ -130,43 +130,43 @@ class ImagePreprocessor:
         return (high, wide), np.asarray(features["pixel_values"], np.float32)
 
     def expand_placeholders(
-        self, tokens: Sequence[int], pictures: Sequence[PromptImage], where: str
+        self, tokens: Sequence[int], images: Sequence[PromptImage], where: str
     ) -> tuple[list[int], tuple[PromptImage, ...]]:
-        """Repeat counts that expand image placeholders, and the pictures with their positions.
+        """Repeat counts that expand image placeholders, and the images with their positions.
 
         The template renders one placeholder token per image; it is repeated once for each image
         embedding. A number of placeholders other than of images is a DataError.
         """
         marks = sum(token == self.image_token for token in tokens)
-        if marks != len(pictures):
+        if marks != len(images):
             raise DataError(
-                f"{where}: {marks} places of images in the text of the template for"
-                f" {len(pictures)} images; write one {IMAGE_PLACEHOLDER} for each, and no"
-                " token of images"
+                f"{where}: the template renders {marks} image placeholders for"
+                f" {len(images)} images; write one {IMAGE_PLACEHOLDER} for each, and no"
+                " other image token"
             )
-        placed_pictures, position, counts = [], 0, []
-        remaining = iter(pictures)
+        placed_images, position, counts = [], 0, []
+        remaining = iter(images)
         for token in tokens:
             count = 1
             if token == self.image_token:
-                picture = next(remaining)
-                placed_pictures.append(dataclasses.replace(picture, start=position))
-                count = picture.num_tokens
+                image = next(remaining)
+                placed_images.append(dataclasses.replace(image, start=position))
+                count = image.num_tokens
             counts.append(count)
             position += count
-        return counts, tuple(placed_pictures)
+        return counts, tuple(placed_images)
 
 
 def expand_tokens(
-    pictures: ImagePreprocessor | None,
+    image_processor: ImagePreprocessor | None,
     tokens: Sequence[int],
     images: Sequence[PromptImage],
     where: str,
 ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
     """Tokens with expanded image placeholders, and the images with their positions."""
-    if pictures is None:
+    if image_processor is None:
         return tuple(tokens), ()
-    counts, placed = pictures.expand_placeholders(tokens, images, where)
+    counts, placed = image_processor.expand_placeholders(tokens, images, where)
     return tuple(np.repeat(np.asarray(tokens, int), counts).tolist()), placed
 
 
@@ -187,15 +187,18 @@ def refuse_pairs(row: Mapping[str, Any], messages: Sequence[Message], where: str
     contents = (message.get("content") for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)
     if any(part["type"] != "text" for part in parts) or row.get(IMAGES_COLUMN) is not None:
-        raise DataError(f"{where}: pairs with images are not learned from; leave the row out")
+        raise DataError(f"{where}: preference pairs with images are not supported; remove the row")
 
 
 def with_images(
-    row: Mapping[str, Any], pictures: ImagePreprocessor | None, where: str, files: bool = True
+    row: Mapping[str, Any],
+    image_processor: ImagePreprocessor | None,
+    where: str,
+    files: bool = True,
 ) -> dict[str, Any]:
-    """Reads the images of a row into its `pictures` and makes them parts of its messages.
+    """Reads the images of a row into its `prompt_images` and makes them parts of its messages.
 
-    Without `pictures`, the preprocessing, a row with images is a DataError. Without `files` image
+    Without an `image_processor` a row with images is a DataError. Without `files` image
     paths are refused.
     """
     contents = [message.get("content") for message in row["prompt"]]
@@ -207,13 +210,13 @@ def with_images(
     messages, sources = split_parts(row["prompt"], column, where)
     images = []
     for number, source in enumerate(sources, 1):
-        if pictures is None:
+        if image_processor is None:
             raise DataError(
-                f"{where}: it has images, but this model reads text alone; use a model of text and"
-                " images (model.path of Qwen2.5-VL), or leave the row out"
+                f"{where}: it has images, but this model is text-only; use a vision-language model"
+                " (model.path of Qwen2.5-VL), or remove the row"
             )
-        images.append(pictures.read(source, f"{where}, image {number}", files))
-    return {**row, "prompt": messages, "pictures": images}
+        images.append(image_processor.read(source, f"{where}, image {number}", files))
+    return {**row, "prompt": messages, "prompt_images": images}
 
 
 def split_parts(

@@ -10,7 +10,6 @@ import bisect
 import copy
 import itertools
 import logging
-import pathlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,12 +17,20 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from pyarrow import parquet
 
 from jaxrl_llm import console
-from jaxrl_llm.data import files, row_json
+from jaxrl_llm.config.datasets.slices import split_slice
+from jaxrl_llm.data import files
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.files import Row
+from jaxrl_llm.data.rows import row_json
+from jaxrl_llm.data.rows.row_files import (
+    file_format,
+    listed_files,
+    open_file,
+    open_parquet,
+    read_errors,
+)
 from jaxrl_llm.sharding import multihost
 
 T = TypeVar("T")
@@ -46,6 +53,17 @@ class FileRange(NamedTuple):
     first: int  # number of its first row or line in the file, from 0
     num_rows: int  # including blank lines
     num_bytes: int
+    wanted: tuple[int, int]  # of these rows, from 0: the first in a slice, and the end
+
+    @property
+    def num_wanted(self) -> int:
+        """The number of its rows that are in the slice."""
+        return self.wanted[1] - self.wanted[0]
+
+
+def _file_range(path: str, start: int, first: int, num_rows: int, num_bytes: int) -> FileRange:
+    """All rows of a range."""
+    return FileRange(path, start, first, num_rows, num_bytes, (0, num_rows))
 
 
 # made(row, where, index): the sequences made of a row, in order; none leaves the row out.
@@ -60,19 +78,28 @@ class StreamedRows(Generic[Row_co]):
     out.
     """
 
-    def __init__(self, paths: Sequence[str], made: MakeSequences[Row_co], longest: int, rule: str):
-        names = list(itertools.chain.from_iterable(map(files.data_files, paths)))
+    def __init__(
+        self, entries: Sequence[str], made: MakeSequences[Row_co], longest: int, rule: str
+    ):
+        paths_of_entries = [_entry_files(entry) for entry in entries]
+        paths = list(itertools.chain.from_iterable(paths_of_entries))
         # Each process scans its part of the files.
-        local_pieces = lambda: [list(_pieces(names[i])) for i in multihost.local_rows(len(names))]  # noqa: E731
+        local_pieces = lambda: [list(_pieces(paths[i])) for i in multihost.local_rows(len(paths))]  # noqa: E731
         with console.show_progress("looking through the files"):
-            of_files = itertools.chain.from_iterable(multihost.run_on_all_hosts(local_pieces))
-            self.pieces = [FileRange(*piece) for pieces in of_files for piece in pieces]
+            gathered = multihost.run_on_all_hosts(local_pieces)
+        of_files = iter(
+            [FileRange(*fields)._replace(wanted=tuple(fields[-1])) for fields in pieces]
+            for pieces in itertools.chain.from_iterable(gathered)
+        )
+        self.pieces: list[FileRange] = []
+        for entry, names in zip(entries, paths_of_entries, strict=True):
+            self.pieces += _sliced(entry, [next(of_files) for _ in names])
         self.make_sequences = made
         self.max_tokens = longest
         self.rule = rule
 
     def __len__(self) -> int:
-        return sum(piece.num_rows for piece in self.pieces)
+        return sum(piece.num_wanted for piece in self.pieces)
 
     def map(self, change: Callable[[Row_co], U | None]) -> "StreamedRows[U]":
         """The same rows with `change` applied to each sequence when it is drawn; None drops it."""
@@ -88,10 +115,12 @@ class StreamedRows(Generic[Row_co]):
     def first(self, count: int) -> list[Row_co]:
         """The sequences of the first `count` rows of the first piece."""
         table, piece = _piece_content(self.pieces[0]), self.pieces[0]
-        rows = (self._row(piece, table, i, i) for i in range(min(count, piece.num_rows)))
+        rows = (self._row(piece, table, i, i) for i in range(min(count, piece.num_wanted)))
         return list(itertools.chain.from_iterable(rows))
 
     def _row(self, piece: FileRange, content: Any, offset: int, index: int) -> tuple[Row_co, ...]:
+        """The sequences of a row by its number in the wanted part of a piece."""
+        offset += piece.wanted[0]
         where = f"{piece.path}, row {piece.first + offset + 1}"
         row = _FORMATS[_suffix(piece.path)].row(content, offset, where)
         return (
@@ -113,7 +142,7 @@ class EpochSource(Generic[T]):
         self._length = len(rows)
         self._seed = seed
         self._shuffle = shuffle
-        sizes = [piece.num_rows for piece in rows.pieces]
+        sizes = [piece.num_wanted for piece in rows.pieces]
         self._indices = [0, *itertools.accumulate(sizes)]  # index of the first row of each piece
         self._max_windows = windows
         self._epoch_order: tuple[int, list[list[int]], list[int]] = (-1, [], [])
@@ -145,14 +174,14 @@ class EpochSource(Generic[T]):
             draw = np.random.default_rng((self._seed, epoch))
             order = draw.permutation(len(pieces)) if self._shuffle else np.arange(len(pieces))
             windows = list(_windows(pieces, order.tolist()))
-            counts = (sum(pieces[i].num_rows for i in window) for window in windows)
+            counts = (sum(pieces[i].num_wanted for i in window) for window in windows)
             self._epoch_order = epoch, windows, [0, *itertools.accumulate(counts)]
         _, windows, ends = self._epoch_order
         index = bisect.bisect_right(ends, place) - 1
         if (epoch, index) not in self._open_windows:
             while len(self._open_windows) >= self._max_windows:
                 del self._open_windows[next(iter(self._open_windows))]
-            sizes = [self._rows.pieces[i].num_rows for i in windows[index]]
+            sizes = [self._rows.pieces[i].num_wanted for i in windows[index]]
             of_rows = [np.arange(size, dtype=np.int32) for size in sizes]
             of_pieces = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
             places = np.stack([of_pieces, np.concatenate(of_rows)], axis=1)
@@ -203,6 +232,11 @@ def _windows(pieces: Sequence[FileRange], order: Sequence[int]) -> Iterator[list
     yield window
 
 
+def _entry_files(entry: str) -> list[str]:
+    """The files of an entry, without its slice."""
+    return [entry] if entry in files.registered_rows else listed_files(split_slice(entry)[0])
+
+
 def _pieces(path: str) -> Iterator[FileRange]:
     """Yields the pieces of a file; raises DataError if it cannot be streamed or has no rows."""
     pieces = [piece for piece in _FORMATS[_suffix(path)].pieces(path) if piece.num_rows]
@@ -211,17 +245,32 @@ def _pieces(path: str) -> Iterator[FileRange]:
     yield from pieces
 
 
+def _sliced(entry: str, of_files: Sequence[Sequence[FileRange]]) -> list[FileRange]:
+    """The pieces of the files of an entry, reduced to the rows in its slice."""
+    pieces = list(itertools.chain.from_iterable(of_files))
+    rows = None if entry in files.registered_rows else split_slice(entry)[1]
+    if rows is None:
+        return pieces
+    wanted = files.slice_rows(entry, rows, sum(piece.num_rows for piece in pieces))
+    sliced, first = [], 0
+    for piece in pieces:
+        part = files.overlap(wanted, first, piece.num_rows)
+        if part:
+            sliced.append(piece._replace(wanted=(part.start, part.stop)))
+        first += piece.num_rows
+    return sliced
+
+
 def _suffix(path: str) -> str:
+    """The key of a path in `_FORMATS`."""
     if path in files.registered_rows:
         return ""
-    suffix = pathlib.Path(path).suffix.lower()
-    if not suffix or suffix not in _FORMATS:
+    suffix = file_format(path).suffix
+    if suffix not in _FORMATS:
         raise DataError(
-            f"{path}: data.stream reads .parquet and .jsonl files; write it as one of these, or set"
-            " data.stream=False"
+            f"{path}: data.stream reads .parquet and .jsonl files; write it as one of these, the"
+            " latter also as .gz or .zst, or set data.stream=False"
         )
-    if not pathlib.Path(path).is_file():
-        raise DataError(f"{path}: no such file")
     return suffix
 
 
@@ -230,12 +279,12 @@ def _piece_content(piece: FileRange) -> Any:
 
 
 def _row_groups(path: str) -> Iterator[FileRange]:
-    with files.read_errors(path), parquet.ParquetFile(path) as file:
+    with read_errors(path), open_parquet(path) as file:
         files.check_column_names(path, file)
         first = 0
         for number in range(file.num_row_groups):
             group = file.metadata.row_group(number)
-            yield FileRange(path, number, first, group.num_rows, group.total_byte_size)
+            yield _file_range(path, number, first, group.num_rows, group.total_byte_size)
             first += group.num_rows
             if group.total_byte_size > _LARGE_BYTES:
                 logger.warning(
@@ -248,7 +297,7 @@ def _row_groups(path: str) -> Iterator[FileRange]:
 
 
 def _row_group(piece: FileRange) -> Any:
-    with files.read_errors(piece.path), parquet.ParquetFile(piece.path) as file:
+    with read_errors(piece.path), open_parquet(piece.path) as file:
         return file.read_row_group(piece.start, use_threads=False)
 
 
@@ -257,16 +306,30 @@ def _row_of_group(table: Any, offset: int, where: str) -> Row:
     return row
 
 
-def _line_ranges(path: str) -> Iterator[FileRange]:
-    """Yields byte ranges of a JSON lines file that hold whole lines."""
-    with files.read_errors(path), open(path, "rb") as file:
+def _line_ranges(path: str) -> list[FileRange]:
+    """Byte ranges of a JSON lines file that hold whole lines; none if all lines are blank.
+
+    A range of a compressed file is in its contents, from whose beginning they are read each time,
+    so that those are larger.
+    """
+    codec = file_format(path).codec
+    ranges, is_blank = [], True
+    with read_errors(path), open_file(path) as file:
         start = first = 0
-        while block := file.read(_LINES_BYTES):
+        while block := file.read(_WINDOW_BYTES if codec else _LINES_BYTES):
             block += file.readline()
             num_rows = block.count(b"\n") + (not block.endswith(b"\n"))
-            if block.strip():
-                yield FileRange(path, start, first, num_rows, len(block))
+            is_blank = is_blank and not block.strip()
+            ranges.append(_file_range(path, start, first, num_rows, len(block)))
             start, first = start + len(block), first + num_rows
+    if codec and start > _LARGE_BYTES:
+        logger.warning(
+            "%s: holds %.1f GiB, of which each part is read from the beginning; write several files"
+            " or parquet",
+            path,
+            start / 2**30,
+        )
+    return [] if is_blank else ranges
 
 
 class _Lines(NamedTuple):
@@ -275,8 +338,12 @@ class _Lines(NamedTuple):
 
 
 def _lines(piece: FileRange) -> _Lines:
-    with files.read_errors(piece.path), open(piece.path, "rb") as file:
-        file.seek(piece.start)
+    with read_errors(piece.path), open_file(piece.path) as file:
+        if file.seekable():
+            file.seek(piece.start)
+        else:
+            for skipped in range(0, piece.start, _LINES_BYTES):
+                file.read(min(_LINES_BYTES, piece.start - skipped))
         content = file.read(piece.num_bytes)
     ends = np.flatnonzero(np.frombuffer(content, np.uint8) == ord("\n"))
     if len(content) == piece.num_bytes and not content.endswith(b"\n"):
@@ -295,7 +362,7 @@ def _memory_pieces(name: str) -> Iterator[FileRange]:
     count = len(files.registered_rows[name])
     for start in range(0, count, _MEMORY_ROWS):
         num_rows = min(_MEMORY_ROWS, count - start)
-        yield FileRange(name, start, start, num_rows, _WINDOW_BYTES // 8)
+        yield _file_range(name, start, start, num_rows, _WINDOW_BYTES // 8)
 
 
 def _memory_rows(piece: FileRange) -> Sequence[Any]:
@@ -303,7 +370,7 @@ def _memory_rows(piece: FileRange) -> Sequence[Any]:
 
 
 class _FileFormat(NamedTuple):
-    pieces: Callable[[str], Iterator[FileRange]]
+    pieces: Callable[[str], Iterable[FileRange]]
     content: Callable[[FileRange], Any]
     row: Callable[[Any, int, str], Any]  # None for a blank line
 

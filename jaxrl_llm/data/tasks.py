@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxrl_llm.config import DataConfig
+from jaxrl_llm.config.datasets.presets import PRESETS
 from jaxrl_llm.config.rollout_data import NUM_PRODUCTS
 from jaxrl_llm.data import counting_task
 from jaxrl_llm.data.chat.formats import template_options
@@ -13,12 +14,14 @@ from jaxrl_llm.data.chat.messages import role_aliases
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.files import Row, checked_row, read_rows
 from jaxrl_llm.data.images import IMAGE_PLACEHOLDER
+from jaxrl_llm.data.rows.row_mapping import prompt_columns
 from jaxrl_llm.text import is_text
 
 Split = Literal["train", "eval"]
 
-GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+_GSM8K = PRESETS["gsm8k"]  # what the preset does to rows, which this task also numbers
+GSM8K_INSTRUCTION = _GSM8K.prompt_template.removeprefix("{question} ")
+GSM8K_ANSWER = re.compile(_GSM8K.answer_pattern)
 
 
 def task_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
@@ -239,7 +242,7 @@ def _gsm8k_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
             raise DataError(f"{where}: answer must end in '#### number', got ...{answer[-60:]!r}")
         extra_info = {"split": split, "index": index, "question": question, "answer": answer}
         prompt = f"{question} {GSM8K_INSTRUCTION}"
-        row = _row("openai/gsm8k", prompt, numbers[-1].replace(",", ""), extra_info)
+        row = _row(_GSM8K.data_source, prompt, numbers[-1].replace(",", ""), extra_info)
         rows.append({**row, "where": where})
     return rows
 
@@ -254,6 +257,7 @@ def _file_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
 
 def prompt_row(config: DataConfig, row: Row, where: str) -> Row:
     """Returns a row of a file in verl's schema, checked, with its template's options and origin."""
+    row = prompt_columns(config, row, where)
     options = template_options(row, where)
     roles = role_aliases(config.role_aliases)
     checked = checked_row(row, where, config.prompt_column, roles)

@@ -207,7 +207,7 @@ def prompt_text(
     if not chat_template:
         text = "\n".join(map(_plain_text, prompt))
         if not is_text(text):
-            raise DataError(f"{ascii(text)[:60]} holds half of a surrogate pair; leave it out")
+            raise DataError(f"{ascii(text)[:60]} contains a lone surrogate; remove it")
         return text
     return str(render_chat(tokenizer, prompt, options, tokenize=False, add_generation_prompt=True))
 

@@ -1,8 +1,9 @@
 """The sequences of a step as inputs of the update: whole, or in minibatches of packed rows."""
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,70 @@ UpdateOrder = Sequence[tuple[Int[np.ndarray, " b"], jax.Array]]
 EVERY_TOKEN = np.ones((1, 1), bool)
 # Of a microbatch's sequences padded to one width, in tokens: below, room for all costs little.
 _MAX_PADDED_TOKENS = 1 << 22
+
+
+class BatchKind(NamedTuple):
+    """The sizes that decide how many rows a batch needs. Another mesh may split its rows anew."""
+
+    num_sequences: int
+    width: int  # tokens of a row
+    num_shards: int
+
+
+@dataclasses.dataclass
+class ShapeMemo:
+    """The largest sizes of a run's batches so far; later batches get them too."""
+
+    # 1 if `Packer.fix_shapes` has fixed the shapes for this number of shards.
+    fixed: dict[int, int] = dataclasses.field(default_factory=dict)
+    # Width of rows with shared prefixes, by the width of those without; 0: sharing does not pay.
+    shared_width: dict[BatchKind, int] = dataclasses.field(default_factory=dict)
+    # Rows of a microbatch: of a batch that fits into one, and of each of several.
+    rows: dict[BatchKind, int] = dataclasses.field(default_factory=dict)
+    several_rows: dict[BatchKind, int] = dataclasses.field(default_factory=dict)
+    # Microbatches by num_sequences; sequences of a microbatch by num_sequences and its rows.
+    microbatches: dict[int, int] = dataclasses.field(default_factory=dict)
+    slots: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+    # By the width of a row: eighths of it that the head computes, blocks of keys of a query.
+    scored_eighths: dict[int, int] = dataclasses.field(default_factory=dict)
+    key_blocks: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def grow_scored(self, width: int, eighths: int) -> int:
+        """The most eighths of a row of this width that were scored so far."""
+        self.scored_eighths[width] = max(eighths, self.scored_eighths.get(width, 0))
+        return self.scored_eighths[width]
+
+    def to_json(self) -> dict[str, int]:
+        """One flat table, as checkpoints store it."""
+        return {
+            text.format(*(key if isinstance(key, tuple) else (key,))): size
+            for field, text in _MEMO_KEYS.items()
+            for key, size in getattr(self, field).items()
+        }
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, int]) -> "ShapeMemo":
+        """The memo that `to_json` turned into this table; keys of other versions are dropped."""
+        memo = cls()
+        for text, size in state.items():
+            for field, pattern in _MEMO_KEYS.items():
+                if match := re.fullmatch(pattern.replace("{}", r"(\d+)"), text):
+                    numbers = tuple(map(int, match.groups()))
+                    key = BatchKind(*numbers) if len(numbers) == 3 else numbers
+                    getattr(memo, field)[key if len(key) > 1 else key[0]] = size
+        return memo
+
+
+_MEMO_KEYS = {
+    "fixed": "settled over {}",
+    "shared_width": "shared by {} of {} over {}",
+    "rows": "{} in rows of {} over {}",
+    "several_rows": "microbatches of {} in rows of {} over {}",
+    "microbatches": "microbatches of {}",
+    "slots": "places of {} in {} rows",
+    "scored_eighths": "scored in rows of {}",
+    "key_blocks": "blocks seen in rows of {}",
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,24 +114,19 @@ class Packer:
     max_scored: int = 0  # most scored tokens of a sequence; 0: not known
     min_efficient_tokens: int = 3072  # on a device, below which a microbatch is slow
     stages: int = 1  # pipeline stages: the least number of microbatches, some of them padding
-    # The largest sizes so far, by the kind of batch they belong to; the keys are in checkpoints.
-    _shape_memo: dict[str, int] = dataclasses.field(default_factory=dict)
+    _memo: ShapeMemo = dataclasses.field(default_factory=ShapeMemo)
 
     def get_state(self) -> dict[str, int]:
         """The shapes so far, for JSON."""
-        return dict(self._shape_memo)
+        return self._memo.to_json()
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Restores a state of `get_state`."""
-        self._shape_memo = dict(state)
+        self._memo = ShapeMemo.from_json(state)
 
     @property
     def _is_settled(self) -> bool:
-        return self._settled_key in self._shape_memo
-
-    @property
-    def _settled_key(self) -> str:
-        return f"settled over {self.num_shards}"
+        return self.num_shards in self._memo.fixed
 
     @property
     def _may_share(self) -> bool:
@@ -89,17 +149,16 @@ class Packer:
           usual: Tokens of a prompt in the mean, from 1 to `prompt`.
           width: Tokens of a row; a sequence has at most as many.
         """
-        has_begun = self._shape_memo and not any(k.startswith("settled") for k in self._shape_memo)
-        if has_begun:
+        if self._memo != ShapeMemo() and not self._memo.fixed:
             return []
         # Two lengths are at work. If the longest prompts decided the width of rows and the scored
         # columns, all steps would pay for a few of them: so the usual prompt decides these first.
         # Then a batch of the longest sequences is packed, and the rows it needs are remembered.
-        if self._settled_key not in self._shape_memo:
+        if not self._is_settled:
             for count in counts:
                 self._settle_rows(count, samples, usual, width - prompt, width)
         # From here `_is_settled`, which `_num_rows` reads while it packs the longest sequences.
-        self._shape_memo[self._settled_key] = 1
+        self._memo.fixed[self.num_shards] = 1
         lengths = np.full(counts[0], width)
         responses = np.tile(np.arange(width) >= prompt, (counts[0], 1))
         groups = np.arange(counts[0]) // samples
@@ -128,20 +187,19 @@ class Packer:
             shared_width = self._shared_width(lengths, common, width)
         responses = response * (samples if shared_width else 1)
         eighths = -(-8 * responses // (prompt + responses))
-        kind = f"scored in rows of {shared_width or width}"
-        self._shape_memo[kind] = max(eighths, self._shape_memo.get(kind, 0))
+        self._memo.grow_scored(shared_width or width, eighths)
 
     def _shared_width(
         self, lengths: Int[np.ndarray, " b"], common: packed_batch.SharedPrefixes, width: int
     ) -> int:
         """The width of rows in which prefixes are shared; 0 if sharing does not pay."""
-        kind = f"shared by {len(lengths)} of {width} over {self.num_shards}"
-        shared_width = self._shape_memo.get(kind, -1)
+        kind = BatchKind(len(lengths), width, self.num_shards)
+        shared_width = self._memo.shared_width.get(kind, -1)
         if not 0 <= shared_width <= self.max_tokens:
             shared_width = row_layout.best_row_width(
                 lengths, common, width, self.max_tokens, self.num_shards, self.attention_parity
             )
-            self._shape_memo[kind] = shared_width
+            self._memo.shared_width[kind] = shared_width
         return shared_width
 
     def _num_rows(self, needed: int, num_sequences: int, width: int, growing: bool) -> int:
@@ -152,40 +210,38 @@ class Packer:
         shards = self.num_shards
         # The most rows of one microbatch: a device's token budget, on all shards.
         cap = self.max_tokens * self.length_shards // width * shards
-        # A run may go on on another mesh, whose rows divide otherwise.
-        kind = f"{num_sequences} in rows of {width} over {shards}"
-        several = f"microbatches of {kind}"
+        kind, memo = BatchKind(num_sequences, width, shards), self._memo
         fewest = self.min_efficient_tokens // width
         # The first batch of its kind. While shapes are settled it is the longest there can be: in
         # one microbatch of its size every shorter step would compute its padding. In four smaller
         # ones a step leaves out those it does not fill (`PackedBatch.count`).
-        if several not in self._shape_memo:
+        if kind not in memo.several_rows:
             if self._is_settled:
                 cap = min(cap, max(-(-needed // (4 * shards)), fewest, 1) * shards)
             if self.stages > 1:
                 cap = min(cap, max(1, needed // (self.stages * shards)) * shards)
-        if needed > cap or several in self._shape_memo:
+        if needed > cap or kind in memo.several_rows:
             # Several microbatches. `even` would divide these rows evenly over the fewest that fit,
             # but differs from step to step, and each size is a compilation. So the size of the
             # first step (`row_layout.rows_per_microbatch`) stays, unless it is over the budget, or,
             # in a run that is not settled, computes over an eighth of the rows in vain.
             even = -(-needed // (-(-needed // cap) * shards)) * shards
             thin = row_layout.rows_per_microbatch(needed, even, shards, fewest)
-            rows = self._shape_memo.get(several, thin)
+            rows = memo.several_rows.get(kind, thin)
             wasted = -(-needed // rows) * rows - -(-needed // even) * even
             wasteful = not self._is_settled and wasted > max(needed // 8, fewest, shards)
             if rows > cap or wasteful:
                 rows = even
-            self._shape_memo[several] = rows
+            memo.several_rows[kind] = rows
             return rows
         # One microbatch: the most rows that were needed so far. Where shapes are not settled, a
         # much smaller batch has a half, a quarter, ... of them: a few more compilations, but it
         # never computes twice the rows it needs (up to a multiple of the shards).
-        if needed > self._shape_memo.get(kind, 0):
+        if needed > memo.rows.get(kind, 0):
             # Some room for the next step, but no more rows than sequences can fill.
             roomy = min(needed + max(needed // 16, growing), num_sequences)
-            self._shape_memo[kind] = min(cap, -(-roomy // shards) * shards)
-        rows = min(cap, self._shape_memo[kind])
+            memo.rows[kind] = min(cap, -(-roomy // shards) * shards)
+        rows = min(cap, memo.rows[kind])
         while not self._is_settled and rows % (2 * shards) == 0 and rows // 2 >= needed:
             rows //= 2
         return rows
@@ -198,36 +254,33 @@ class Packer:
         width: int,
     ) -> tuple[int, int]:
         """The number M of microbatches, and of sequences in each, with room for later steps."""
-        count = len(groups)
+        count, memo = len(groups), self._memo
         per_microbatch = max(
             sum(len(piece.members) for row in group for piece in row) for group in groups
         )
-        max_count = self._shape_memo.get(f"microbatches of {num_sequences}", 1)
+        max_count = memo.microbatches.get(num_sequences, 1)
         if count > max_count:
             room = min(count + max(1, count // 4), -(-num_sequences // num_rows))
             max_count = packed_batch.bucket(max(count, room))
-            self._shape_memo[f"microbatches of {num_sequences}"] = max_count
-        kind = f"places of {num_sequences} in {num_rows} rows"
-        if per_microbatch > self._shape_memo.get(kind, 0):
+            memo.microbatches[num_sequences] = max_count
+        kind = num_sequences, num_rows
+        if per_microbatch > memo.slots.get(kind, 0):
             room = min(2 * per_microbatch, num_sequences)
             if self._is_settled and num_sequences * width <= _MAX_PADDED_TOKENS:
                 room = num_sequences  # short ones may all share a microbatch
-            self._shape_memo[kind] = packed_batch.bucket(room)
-        return -(-max_count // self.stages) * self.stages, self._shape_memo[kind]
+            memo.slots[kind] = packed_batch.bucket(room)
+        return -(-max_count // self.stages) * self.stages, memo.slots[kind]
 
     def _num_scored(self, needed: int, width: int) -> int:
         """The columns of a row that the head computes, in eighths of a row; it never shrinks."""
-        kind = f"scored in rows of {width}"
         eighths = min(8, -(-max(needed, self.max_scored) * 8 // width))
-        self._shape_memo[kind] = max(eighths, self._shape_memo.get(kind, 0))
-        return -(-width * self._shape_memo[kind] // 8)
+        return -(-width * self._memo.grow_scored(width, eighths) // 8)
 
     def _num_key_blocks(self, needed: int, width: int) -> int:
         """The blocks of keys that a block of queries attends to (0: all); it never shrinks."""
-        kind = f"blocks seen in rows of {width}"
-        if needed > self._shape_memo.get(kind, 0):
-            self._shape_memo[kind] = row_layout.with_slack(width, needed)
-        max_blocks = self._shape_memo.get(kind, 0)
+        max_blocks = self._memo.key_blocks.get(width, 0)
+        if needed > max_blocks:
+            max_blocks = self._memo.key_blocks[width] = row_layout.with_slack(width, needed)
         return max_blocks if row_layout.keys_per_query(width, max_blocks) < width else 0
 
     def _balanced_microbatches(
@@ -290,7 +343,7 @@ class Packer:
         scored_mask = np.broadcast_to(scored, (len(lengths), width)) if everywhere else scored
         num_scored = np.zeros(len(chosen), np.int64) if everywhere else scored_mask[chosen].sum(-1)
         # Scored columns were fixed for rows of this width: then no row may hold more of them.
-        max_scored = self._shape_memo.get(f"scored in rows of {width}", 0)
+        max_scored = self._memo.scored_eighths.get(width, 0)
         max_scored = self._num_scored(int(num_scored.max()), width) if max_scored else width
         grouped = shared_width or common.same_row
         pieces, rows = row_layout.pack_pieces(

@@ -82,24 +82,16 @@ def scoring_program(config: RLConfig, models: Models, teacher: TeacherModel) -> 
 
     @jax.jit
     def of_teacher(params, tokens, packed: PackedBatch):
-        def score(microbatch: Microbatch):
-            if settings.loss == "forward_kl":
-                top_k = predict.token_top_k(
-                    network,
-                    params,
-                    tokens,
-                    microbatch,
-                    settings.top_k,
-                    limit=shared_vocab,
-                    **head_settings,
-                )
-                return (), top_k
-            statistics, _ = predict.token_statistics(
-                network, params, tokens, microbatch, entropy="none", **head_settings
-            )
-            return (), (microbatch.to_rows(tokens)[..., None], statistics.log_probs[..., None])
+        forward = predict.ForwardSpec(network, tokens)
 
-        packed = predict.ForwardSpec(network, tokens).with_stage_outputs(params, packed)
+        def score(microbatch: Microbatch):
+            outputs = forward.run(params, microbatch)
+            if settings.loss == "forward_kl":
+                return (), outputs.token_top_k(settings.top_k, limit=shared_vocab, **head_settings)
+            statistics = outputs.token_statistics(entropy="none", **head_settings)
+            return (), (outputs.tokens[..., None], statistics.log_probs[..., None])
+
+        packed = forward.with_stage_outputs(params, packed)
         return packed_batch.map_to_sequences_and_rows(packed, score, *tokens.shape)[1]
 
     return of_teacher

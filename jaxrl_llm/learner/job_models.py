@@ -97,7 +97,7 @@ def _random_model_reads_images(config: ModelConfig) -> bool:
 def make_models(config: JobConfig, meshes: Mapping[str, Mesh] | None = None) -> Models:
     """The models of a job. Reads configuration files, allocates no weights.
 
-    `role_meshes` are by role; by default one mesh over all devices.
+    `meshes` are by role; by default one mesh over the devices of the run.
 
     Raises:
       ConfigError, families.FormatError: If mesh, model folder or tokenizer cannot work.
@@ -139,9 +139,9 @@ def _with_vision_encoder(config: JobConfig, models: Models, shape: Architecture)
     assert shape.vision is not None
     path, vision, mesh = config.model.path, shape.vision, models.mesh
     if path:
-        pictures = ImagePreprocessor.from_folder(path, vision.image_token)
+        image_processor = ImagePreprocessor.from_folder(path, vision.image_token)
     else:
-        pictures = ImagePreprocessor.from_sizes(
+        image_processor = ImagePreprocessor.from_sizes(
             vision.patch_size, vision.merge_size, vision.frames, vision.image_token
         )
     network = dataclasses.replace(models.policy, shape=shape)
@@ -154,13 +154,13 @@ def _with_vision_encoder(config: JobConfig, models: Models, shape: Architecture)
         return jax.jit(network.vision_encoder.init, out_shardings=shardings)(key)
 
     gallery = ImageFeatureCache(
-        network.vision_encoder, pictures, mesh, load, config.trains_vision_tower
+        network.vision_encoder, image_processor, mesh, load, config.trains_vision_tower
     )
-    return dataclasses.replace(models, image_processor=pictures, image_feature_cache=gallery)
+    return dataclasses.replace(models, image_processor=image_processor, image_feature_cache=gallery)
 
 
 def shared_mesh(config: JobConfig, devices: Sequence[Any] = ()) -> dict[str, Mesh]:
-    """One mesh shared by every role, over `devices` or else all devices.
+    """One mesh shared by every role, over `devices` or else those of the run.
 
     Raises ConfigError if it does not fit the devices.
     """
@@ -169,7 +169,7 @@ def shared_mesh(config: JobConfig, devices: Sequence[Any] = ()) -> dict[str, Mes
 
 
 def role_meshes(config: RLConfig, devices: Sequence[Any] = ()) -> dict[str, Mesh]:
-    """The mesh of each role by `config.placement`, over `devices` or else all devices.
+    """The mesh of each role by `config.placement`, over `devices` or else those of the run.
 
     Raises ConfigError if the devices cannot be divided that way.
     """
@@ -185,7 +185,7 @@ def role_meshes(config: RLConfig, devices: Sequence[Any] = ()) -> dict[str, Mesh
     }
     used_roles = {role for role, is_used in needed_roles.items() if is_used}
     return device_pools.role_meshes(
-        config.placement, config.mesh, used_roles, list(devices) or jax.devices()
+        config.placement, config.mesh, used_roles, list(devices) or mesh_lib.run_devices()
     )
 
 

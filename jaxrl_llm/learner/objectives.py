@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.algorithms import losses, masked
-from jaxrl_llm.algorithms.aggregation import minibatch_denominators
+from jaxrl_llm.algorithms.aggregation import LossAndMetrics, minibatch_denominators
 from jaxrl_llm.config import JobConfig
 from jaxrl_llm.config.job import DPOConfig
 from jaxrl_llm.data import datasets, streams
@@ -21,11 +21,12 @@ from jaxrl_llm.data.tasks import Split
 from jaxrl_llm.learner import predict, router_replay
 from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.learner.job_models import Models
+from jaxrl_llm.learner.predict import ForwardOutputs
 from jaxrl_llm.learner.vision import trainable_encoder
 from jaxrl_llm.learner.vision.trainable_encoder import TrainableVisionEncoder
 from jaxrl_llm.metrics.timers import Clock
 from jaxrl_llm.models import lora
-from jaxrl_llm.models.moe.router import RouterInputs, RouterOutputs
+from jaxrl_llm.models.moe.router import RouterInputs
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.packing import packed_batch, token_fields
 from jaxrl_llm.packing.packed_batch import Microbatch, PackedBatch
@@ -99,24 +100,40 @@ class Objective:
     """The objective of a supervised job: its data, network and loss."""
 
     name: str  # its metrics begin with it
+    config: JobConfig
+    models: Models
     network: Network  # the one that is trained
     mesh: Mesh
     rows: Callable[[Split], Rows[Row]]
-    # loss(params, microbatch, batch): the microbatch's share of the batch loss, metrics to sum
-    loss: Callable[[Params, Microbatch, SupervisedBatch], tuple[Array, Mapping[str, Array]]]
-    # Router inputs from (microbatch, batch); None without experts, or if no loads are counted.
-    router_inputs: Callable[[Microbatch, SupervisedBatch], RouterInputs | None]
-    # Weight of a batch in a mean over several.
-    batch_weight: Callable[[SupervisedBatch], float]
-    models: Models
-    # log_probs(params, microbatch, batch): of all tokens [b, T]; None if no reference is needed
-    log_probs: Callable[[Params, Microbatch, SupervisedBatch], Float[Array, "b T"]] | None = None
+    # The microbatch's share of the batch loss, and metrics to sum, from the outputs of the network.
+    output_loss: Callable[[ForwardOutputs, SupervisedBatch], LossAndMetrics]
+    # Weight of a batch in a mean over several; by default its pairs.
+    batch_weight: Callable[[SupervisedBatch], float] = lambda batch: len(batch.tokens) / 2
+    needs_reference: bool = False
     vision_encoder: TrainableVisionEncoder | None = None  # vision encoder, if it is trained
 
     def forward_spec(self, batch: SupervisedBatch) -> predict.ForwardSpec:
         """How the network reads the packed rows of a batch."""
-        router_inputs = lambda microbatch: self.router_inputs(microbatch, batch)  # noqa: E731
+
+        def router_inputs(microbatch: Microbatch) -> RouterInputs | None:
+            # They count the loss tokens; none without experts, and in stages before RL.
+            router = self.config.supervised_router
+            if self.network.shape.experts is None or router is None:
+                return None
+            return router_replay.router_inputs(router, microbatch, batch.mask)
+
         return predict.ForwardSpec(self.network, batch.tokens, router_inputs, self.vision_encoder)
+
+    def loss(
+        self, params: Params, microbatch: Microbatch, batch: SupervisedBatch
+    ) -> tuple[Array, Mapping[str, Any]]:
+        """The microbatch's share of the batch loss, router penalty included, and metrics to sum."""
+        outputs = self.forward_spec(batch).run(params, microbatch)
+        value, metrics = self.output_loss(outputs, batch)
+        if (router := self.config.supervised_router) is None:
+            return value, metrics
+        penalty, router_metrics = router_replay.router_loss(router, outputs.routed, batch.mask)
+        return value + penalty, {**metrics, **router_metrics}
 
 
 def sft(config: JobConfig, models: Models) -> Objective:
@@ -129,31 +146,25 @@ def sft(config: JobConfig, models: Models) -> Objective:
             split,
             config.seed,
             config.max_sequence_tokens,
-            pictures=models.image_processor,
+            image_processor=models.image_processor,
         )
         return streams.map_rows(examples, lambda example: (example,))
 
-    router_inputs = functools.partial(_router_inputs, config, models.policy)
+    def loss(outputs: ForwardOutputs, batch: SupervisedBatch) -> LossAndMetrics:
+        log_probs, is_argmax = _log_probs(config, outputs, batch)
+        mask = outputs.microbatch.take(batch.mask)
+        denominators = minibatch_denominators(batch.mask)
+        return losses.token_cross_entropy(log_probs, is_argmax, mask, denominators)
 
-    def loss(params: Params, microbatch: Microbatch, batch: SupervisedBatch):
-        routing_inputs = router_inputs(microbatch, batch)
-        log_probs, is_argmax, routed = _log_probs(
-            config, models, params, microbatch, batch, routing_inputs
-        )
-        mask, denominators = microbatch.take(batch.mask), minibatch_denominators(batch.mask)
-        loss_and_metrics = losses.token_cross_entropy(log_probs, is_argmax, mask, denominators)
-        return _add_router_penalty(config, loss_and_metrics, routed, batch)
-
-    weight = lambda batch: float(batch.mask.sum())  # noqa: E731
     return Objective(
         name="sft",
+        config=config,
+        models=models,
         network=models.policy,
         mesh=models.mesh,
         rows=rows,
-        loss=loss,
-        router_inputs=router_inputs,
-        batch_weight=weight,
-        models=models,
+        output_loss=loss,
+        batch_weight=lambda batch: float(batch.mask.sum()),
         vision_encoder=trainable_encoder.make_vision_encoder(config, models.policy),
     )
 
@@ -174,46 +185,27 @@ def reward_model(
             else pairs
         )
 
-    router_inputs = functools.partial(_router_inputs, config, models.value)
-
-    def loss(params: Params, microbatch: Microbatch, batch: SupervisedBatch):
-        routing_inputs = router_inputs(microbatch, batch)
-        scores, routed = predict.sequence_scores(
-            models.value, params, batch.tokens, batch.lengths, microbatch, routing_inputs
-        )
-        in_microbatch, (chosen, rejected) = _split_pairs(microbatch, batch, scores)
-        loss_and_metrics = losses.bradley_terry(
-            chosen, rejected, in_microbatch, len(batch.tokens) // 2
-        )
-        return _add_router_penalty(config, loss_and_metrics, routed, batch)
+    def loss(outputs: ForwardOutputs, batch: SupervisedBatch) -> LossAndMetrics:
+        scores = outputs.sequence_scores(batch.lengths)
+        in_microbatch, (chosen, rejected) = _split_pairs(outputs.microbatch, batch, scores)
+        return losses.bradley_terry(chosen, rejected, in_microbatch, len(batch.tokens) // 2)
 
     return Objective(
         name="reward_model",
+        config=config,
+        models=models,
         network=models.value,
         mesh=models.meshes["reward"],
         rows=rows,
-        loss=loss,
-        router_inputs=router_inputs,
-        batch_weight=_num_pairs,
-        models=models,
+        output_loss=loss,
     )
 
 
 def dpo(config: DPOConfig, models: Models) -> Objective:
     """Direct preference optimization on preference pairs, against a frozen reference."""
-    dpo_config = config.dpo
 
-    def rows(split: Split) -> Rows[Row]:
-        return _preference_pairs(config, models, split)
-
-    def log_probs(params: Params, microbatch: Microbatch, batch: SupervisedBatch):
-        return _log_probs(config, models, params, microbatch, batch)[0]
-
-    router_inputs = functools.partial(_router_inputs, config, models.policy)
-
-    def loss(params: Params, microbatch: Microbatch, batch: SupervisedBatch):
-        routing_inputs = router_inputs(microbatch, batch)
-        log_probs, _, routed = _log_probs(config, models, params, microbatch, batch, routing_inputs)
+    def loss(outputs: ForwardOutputs, batch: SupervisedBatch) -> LossAndMetrics:
+        microbatch, (log_probs, _) = outputs.microbatch, _log_probs(config, outputs, batch)
         mask, reference = microbatch.take(batch.mask), microbatch.take(batch.ref_log_probs)
         # Subtract per token, then sum: a difference of two sums would keep their rounding errors.
         ratios = masked.sum(log_probs - reference, mask, axis=1)
@@ -221,23 +213,22 @@ def dpo(config: DPOConfig, models: Models) -> Objective:
         _, pair_log_probs = _split_pairs(microbatch, batch, masked.sum(log_probs, mask, axis=1))
         _, num_tokens = _split_pairs(microbatch, batch, mask.sum(1).astype(jnp.float32))
         num_pairs = len(batch.tokens) // 2
-        value, metrics = losses.dpo(dpo_config, *pair_ratios, *num_tokens, in_microbatch, num_pairs)
+        value, metrics = losses.dpo(config.dpo, *pair_ratios, *num_tokens, in_microbatch, num_pairs)
         mean_log_probs = {
             f"logps/{name}": masked.sum(jax.lax.stop_gradient(values), in_microbatch) / num_pairs
             for name, values in zip(("chosen", "rejected"), pair_log_probs, strict=True)
         }
-        return _add_router_penalty(config, (value, {**metrics, **mean_log_probs}), routed, batch)
+        return value, {**metrics, **mean_log_probs}
 
     return Objective(
         name="dpo",
+        config=config,
+        models=models,
         network=models.policy,
         mesh=models.mesh,
-        rows=rows,
-        loss=loss,
-        router_inputs=router_inputs,
-        batch_weight=_num_pairs,
-        models=models,
-        log_probs=log_probs,
+        rows=functools.partial(_preference_pairs, config, models),
+        output_loss=loss,
+        needs_reference=True,
     )
 
 
@@ -250,53 +241,16 @@ def _preference_pairs(
 
 
 def _log_probs(
-    config: JobConfig,
-    models: Models,
-    params: Params,
-    microbatch: Microbatch,
-    batch: SupervisedBatch,
-    router_inputs: RouterInputs | None = None,
-) -> tuple[Float[Array, "b T"], Float[Array, "b T"], RouterOutputs | None]:
-    """The policy's log-prob of each token, 1 where it is the argmax else 0, and router outputs."""
-    token_stats, routed = predict.token_statistics(
-        models.policy,
-        params,
-        batch.tokens,
-        microbatch,
-        temperature=1.0,
-        chunk=config.model.vocab_chunk,
-        entropy="likeliest",
-        routing=router_inputs,
+    config: JobConfig, outputs: ForwardOutputs, batch: SupervisedBatch
+) -> tuple[Float[Array, "b T"], Float[Array, "b T"]]:
+    """The policy's log-prob of each token, and 1 where it is the argmax else 0."""
+    token_stats = outputs.token_statistics(
+        temperature=1.0, chunk=config.model.vocab_chunk, entropy="likeliest"
     )
-    width = batch.tokens.shape[1]
+    microbatch, width = outputs.microbatch, batch.tokens.shape[1]
     log_probs = microbatch.to_sequences(token_stats.log_probs, batch.lengths, width)
     is_argmax = microbatch.to_sequences(token_stats.sum_squared_probs, batch.lengths, width)
-    return log_probs, is_argmax, routed
-
-
-def _router_inputs(
-    config: JobConfig, network: Network, microbatch: Microbatch, batch: SupervisedBatch
-) -> RouterInputs | None:
-    """Router inputs that count the loss tokens; None without experts, and in stages before RL."""
-    if network.shape.experts is None or config.supervised_router is None:
-        return None
-    return router_replay.router_inputs(config.supervised_router, microbatch, batch.mask)
-
-
-def _add_router_penalty(
-    config: JobConfig,
-    loss_and_metrics: tuple[Array, Mapping[str, Array]],
-    routed: RouterOutputs | None,
-    batch: SupervisedBatch,
-) -> tuple[Array, Mapping[str, Any]]:
-    """Adds the router penalty and its metrics to a loss, if the job has any."""
-    if config.supervised_router is None:
-        return loss_and_metrics
-    value, metrics = loss_and_metrics
-    penalty, router_metrics = router_replay.router_loss(
-        config.supervised_router, routed, batch.mask
-    )
-    return value + penalty, {**metrics, **router_metrics}
+    return log_probs, is_argmax
 
 
 def _split_pairs(
@@ -309,10 +263,6 @@ def _split_pairs(
     return in_microbatch[0::2], (by_sequence[0::2], by_sequence[1::2])
 
 
-def _num_pairs(batch: SupervisedBatch) -> float:
-    return len(batch.tokens) / 2
-
-
 def reference_log_prob_adder(
     objective: Objective, reference: Params
 ) -> Callable[[SupervisedBatch, Clock], SupervisedBatch]:
@@ -322,16 +272,18 @@ def reference_log_prob_adder(
     memory, or what the job ever trains on, and a resumed job would have to compute them again.
     Without a reference the batch is unchanged.
     """
-    log_probs, mesh = objective.log_probs, objective.mesh
-    if log_probs is None:
+    if not objective.needs_reference:
         return lambda batch, clock: batch
+    mesh = objective.mesh
 
     @functools.partial(jax.jit, out_shardings=mesh_lib.replicated(mesh))
     def reference_log_probs(params: Params, batch: SupervisedBatch) -> Float[Array, "B T"]:
-        def microbatch_log_probs(microbatch: Microbatch):
-            return log_probs(params, microbatch, batch)
+        forward = objective.forward_spec(batch)
 
-        packed = objective.forward_spec(batch).with_stage_outputs(params, batch.packed)
+        def microbatch_log_probs(microbatch: Microbatch):
+            return _log_probs(objective.config, forward.run(params, microbatch), batch)[0]
+
+        packed = forward.with_stage_outputs(params, batch.packed)
         return packed_batch.map_to_sequences(packed, microbatch_log_probs, *batch.tokens.shape)
 
     def complete(batch: SupervisedBatch, clock: Clock) -> SupervisedBatch:

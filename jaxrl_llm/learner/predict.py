@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,140 +69,102 @@ class ForwardSpec:
         """The stage outputs of microbatches [turns, stages, ...], of which `count` hold tokens."""
 
         def stage_inputs(microbatch: Microbatch):
-            reading = _model_inputs(microbatch, self.router_inputs(microbatch))
-            return microbatch.to_rows(self.tokens), reading
+            return microbatch.to_rows(self.tokens), self._model_inputs(microbatch)
 
         tokens, reading = jax.vmap(mesh_lib.vmap_over_stages(stage_inputs))(staged.microbatches)
         return schedule.run_stages(
             self.network, params, tokens, reading, count, staged.image_features
         )
 
+    def run(self, params: Params, microbatch: Microbatch) -> "ForwardOutputs":
+        """The forward pass over a microbatch of `with_stage_outputs`."""
+        network, tokens = self.network, microbatch.to_rows(self.tokens)
+        inputs = self._model_inputs(microbatch)
+        if self.stages > 1:
+            hidden, routed = schedule.run_after_stages(
+                network, params, microbatch.stage_outputs, inputs
+            )
+        else:
+            hidden, routed = network.forward(params, tokens, *inputs)
+        weight = network.head_weight(params)
+        return ForwardOutputs(network, tokens, hidden, weight, routed, microbatch)
 
-def _model_inputs(microbatch: Microbatch, routing: RouterInputs | None) -> PackedInputs:
-    """The inputs of a forward pass beside the tokens."""
-    sights = None
-    if microbatch.mrope_positions.shape[-1]:
-        sights = ImageInputs(
-            microbatch.mrope_positions, microbatch.image_index[..., 0], microbatch.image_features
+    def _model_inputs(self, microbatch: Microbatch) -> PackedInputs:
+        """The inputs of a forward pass beside the tokens."""
+        sights = None
+        if microbatch.mrope_positions.shape[-1]:
+            sights = ImageInputs(
+                microbatch.mrope_positions,
+                microbatch.image_index[..., 0],
+                microbatch.image_features,
+            )
+        return PackedInputs(
+            microbatch.positions,
+            microbatch.segment_ids,
+            microbatch.prefix_ids,
+            microbatch.key_blocks,
+            self.router_inputs(microbatch) or RouterInputs(microbatch.segment_ids != 0),
+            sights,
         )
-    return PackedInputs(
-        microbatch.positions,
-        microbatch.segment_ids,
-        microbatch.prefix_ids,
-        microbatch.key_blocks,
-        routing or RouterInputs(microbatch.segment_ids != 0),
-        sights,
-    )
 
 
-def _forward(
-    network: Network,
-    params: Params,
-    tokens: Array,
-    microbatch: Microbatch,
-    routing: RouterInputs | None = None,
-):
-    """Packed tokens, final hidden states [R, W, D], the head's weight, and router outputs."""
-    packed, inputs = microbatch.to_rows(tokens), _model_inputs(microbatch, routing)
-    if network.shape.stages > 1:
-        hidden, routed = schedule.run_after_stages(
-            network, params, microbatch.stage_outputs, inputs
+class ForwardOutputs(NamedTuple):
+    """The result of a forward pass over packed rows, and the outputs of the network's head."""
+
+    network: Network
+    tokens: Int[Array, "R W"]
+    hidden: Float[Array, "R W D"]
+    head_weight: Float[Array, "_ D"]
+    routed: RouterOutputs | None  # None without experts
+    microbatch: Microbatch
+
+    @property
+    def _targets(self) -> TargetPositions:
+        """The positions of the tokens to score: all, or the columns that the microbatch lists."""
+        rows = self.microbatch
+        if rows.scores_everything:
+            return AllTargets(rows.segment_ids)
+        width = rows.segment_ids.shape[1]
+        return SelectedTargets(rows.scored_columns, rows.previous_columns, width)
+
+    def token_statistics(self, **settings: Any) -> heads.TokenStatistics:
+        """Log-probs and entropies of tokens in packed rows [R, W]; zero at unscored tokens.
+
+        `settings` are those of `heads.token_statistics`.
+        """
+        return heads.token_statistics(
+            self.hidden,
+            self.head_weight,
+            self.tokens,
+            self._targets,
+            cap=self.network.shape.logit_cap,
+            suppressed=self.network.suppressed_tokens,
+            **settings,
         )
-    else:
-        hidden, routed = network.forward(params, packed, *inputs)
-    return packed, hidden, network.head_weight(params), routed
 
+    def token_top_k(
+        self, count: int, **settings: Any
+    ) -> tuple[Int[Array, "R W k"], Float[Array, "R W k"]]:
+        """The `count` likeliest tokens at each scored token of packed rows, and their log-probs.
 
-def _target_positions(microbatch: Microbatch) -> TargetPositions:
-    """The positions of the tokens to score: all, or the columns that the microbatch lists."""
-    if microbatch.scores_everything:
-        return AllTargets(microbatch.segment_ids)
-    return SelectedTargets(
-        microbatch.scored_columns, microbatch.previous_columns, microbatch.segment_ids.shape[1]
-    )
+        Both are zero at unscored tokens; `settings` are those of `top_k_log_probs`.
+        """
+        settings |= {
+            "cap": self.network.shape.logit_cap,
+            "suppressed": self.network.suppressed_tokens,
+        }
+        return top_k_log_probs(self.hidden, self.head_weight, self._targets, count, **settings)
 
+    def token_values(self) -> Float[Array, "R W"]:
+        """The value just before each token of packed rows; zero at unscored tokens."""
+        return heads.token_values(self.hidden, self.head_weight, self._targets)
 
-def token_statistics(
-    network: Network,
-    params: Params,
-    tokens: Array,
-    microbatch: Microbatch,
-    *,
-    temperature: float,
-    chunk: int,
-    entropy: heads.EntropyMode,
-    routing: RouterInputs | None = None,
-    listed: Int[Array, "R W k"] | None = None,
-) -> tuple[heads.TokenStatistics, RouterOutputs | None]:
-    """Log-probs and entropies of tokens in packed rows [R, W]; zero at unscored tokens.
-
-    With the outputs of the routers, whose inputs are `routing`; None without experts. `entropy` and
-    `listed` are those of `heads.token_statistics`.
-    """
-    packed, hidden, weight, routed = _forward(network, params, tokens, microbatch, routing)
-    statistics = heads.token_statistics(
-        hidden,
-        weight,
-        packed,
-        _target_positions(microbatch),
-        temperature=temperature,
-        chunk=chunk,
-        entropy=entropy,
-        cap=network.shape.logit_cap,
-        listed=listed,
-        suppressed=network.suppressed_tokens,
-    )
-    return statistics, routed
-
-
-def token_top_k(
-    network: Network,
-    params: Params,
-    tokens: Array,
-    microbatch: Microbatch,
-    count: int,
-    **settings: Any,
-) -> tuple[Int[Array, "R W k"], Float[Array, "R W k"]]:
-    """The `count` likeliest tokens at each scored token of packed rows, and their log-probs.
-
-    Both are zero at unscored tokens; `settings` are those of `top_k_log_probs`.
-    """
-    _, hidden, weight, _ = _forward(network, params, tokens, microbatch)
-    settings |= {"cap": network.shape.logit_cap, "suppressed": network.suppressed_tokens}
-    return top_k_log_probs(hidden, weight, _target_positions(microbatch), count, **settings)
-
-
-def token_values(
-    network: Network,
-    params: Params,
-    tokens: Array,
-    microbatch: Microbatch,
-    routing: RouterInputs | None = None,
-) -> tuple[Float[Array, "R W"], RouterOutputs | None]:
-    """The value just before each token of packed rows; zero at unscored tokens.
-
-    With the outputs of the routers, as `token_statistics`.
-    """
-    _, hidden, weight, routed = _forward(network, params, tokens, microbatch, routing)
-    return heads.token_values(hidden, weight, _target_positions(microbatch)), routed
-
-
-def sequence_scores(
-    network: Network,
-    params: Params,
-    tokens: Array,
-    lengths: Array,
-    microbatch: Microbatch,
-    routing: RouterInputs | None = None,
-) -> tuple[Float[Array, " b"], RouterOutputs | None]:
-    """The score at the last token of each sequence of the microbatch.
-
-    With the outputs of the routers, as `token_statistics`.
-    """
-    _, hidden, weight, routed = _forward(network, params, tokens, microbatch, routing)
-    last = microbatch.starts + jnp.maximum(microbatch.take(lengths), 1) - 1
-    last_hidden = hidden[microbatch.rows, last][:, None]
-    return heads.sequence_scores(last_hidden, weight, jnp.zeros_like(last)), routed
+    def sequence_scores(self, lengths: Int[Array, " B"]) -> Float[Array, " b"]:
+        """The score at the last token of each sequence of the microbatch."""
+        rows = self.microbatch
+        last = rows.starts + jnp.maximum(rows.take(lengths), 1) - 1
+        last_hidden = self.hidden[rows.rows, last][:, None]
+        return heads.sequence_scores(last_hidden, self.head_weight, jnp.zeros_like(last))
 
 
 def is_on_policy(config: RLConfig) -> bool:
@@ -254,16 +216,14 @@ def scoring_programs(config: RLConfig, models: Models) -> ScoringPrograms:
                 RouterInputs(microbatch.segment_ids != 0, microbatch.routes) if has_routes else None
             )
 
+        forward = ForwardSpec(models.policy, tokens, router_inputs, vision_encoder)
+
         def score(microbatch: Microbatch):
-            statistics, routed = token_statistics(
-                models.policy,
-                all_params,
-                tokens,
-                microbatch,
+            outputs = forward.run(all_params, microbatch)
+            statistics = outputs.token_statistics(
                 temperature=config.rollout.temperature or 1.0,
                 chunk=config.model.vocab_chunk,
                 entropy=entropy,
-                routing=router_inputs(microbatch),
             )
             per_token = statistics[:3]
             unpacked = (
@@ -271,65 +231,53 @@ def scoring_programs(config: RLConfig, models: Models) -> ScoringPrograms:
             )
             routes: Any = ()
             if records:
-                assert routed is not None
-                routes = models.policy.flatten_routes(routed.chosen)
+                assert outputs.routed is not None
+                routes = models.policy.flatten_routes(outputs.routed.chosen)
             return tuple(unpacked), routes
 
-        forward = ForwardSpec(models.policy, tokens, router_inputs, vision_encoder)
         packed = forward.with_stage_outputs(all_params, packed)
         scores, packed_routes = packed_batch.map_to_sequences_and_rows(packed, score, *tokens.shape)
         return (scores, packed_routes) if records else scores
 
     @jax.jit
     def of_critic(params, tokens, lengths, packed: PackedBatch):
+        forward = ForwardSpec(models.value, tokens)
+
         def score(microbatch: Microbatch):
-            values, _ = token_values(models.value, params, tokens, microbatch)
+            values = forward.run(params, microbatch).token_values()
             return microbatch.to_sequences(values, lengths, tokens.shape[1])
 
-        packed = ForwardSpec(models.value, tokens).with_stage_outputs(params, packed)
+        packed = forward.with_stage_outputs(params, packed)
         return packed_batch.map_to_sequences(packed, score, *tokens.shape)
 
     return of_policy, of_critic
 
 
-def prediction_lowerings(
-    config: RLConfig,
-    models: Models,
-    frozen: FrozenModels,
-    state: LearnerState,
-    programs: ScoringPrograms,
-) -> dict[str, Callable[..., Any]]:
-    """Functions that lower the programs of `predictor`, by name, to compile them ahead of a run.
+def scoring_lowerings(
+    models: Models, programs: ScoringPrograms, base: Params, state: LearnerState, reference: Params
+) -> dict[str, Callable[..., jax.stages.Lowered]]:
+    """Functions that lower the `scoring_programs` of every model that has parameters, by name.
 
     Each takes tokens [B, T], lengths [B] and the packed batch of a step, or their shapes; of
-    `state` only shapes and shardings are read. Programs with routes or images are not among them.
+    parameters only shapes and shardings are read. Programs with routes or images are not among
+    them.
     """
     of_policy, of_critic = programs
-    lowerings: dict[str, Callable[..., Any]] = {}
 
-    def lowering(role: str, program, *before, **choices) -> Callable[..., Any]:
-        def lower(*batch):
-            with jax.set_mesh(models.meshes[role]):
-                return program.lower(*before, *batch, **choices)
+    def lower(role: str, program: Any, params: Sequence[Params], choices: Any, *batch: Any):
+        with jax.set_mesh(models.meshes[role]):
+            return program.lower(*params, *batch, **choices)
 
-        return lower
-
-    if not is_on_policy(config) and config.router.replay == "off":
-        lowerings["log-probs"] = lowering(
-            "policy",
-            of_policy,
-            frozen.base_params,
-            state.policy.params,
-            entropy="value",
-            records=False,
-        )
-    if frozen.reference and "reference" not in config.mesh.on_host:
-        lowerings["reference"] = lowering(
-            "reference", of_policy, {}, frozen.reference, entropy="none"
-        )
-    if state.critic.params:
-        lowerings["values"] = lowering("critic", of_critic, state.critic.params)
-    return lowerings
+    policy, critic = state.policy.params, state.critic.params
+    policy_choices = {"entropy": "value", "records": False}
+    arguments: dict[str, tuple[str, Any, Sequence[Params], Mapping[str, Any]]] = {
+        "log-probs": ("policy", of_policy, (base, policy), policy_choices),
+        "reference": ("reference", of_policy, ({}, reference), {"entropy": "none"}),
+        "values": ("critic", of_critic, (critic,), {}),
+    }
+    return {
+        name: functools.partial(lower, *each) for name, each in arguments.items() if each[2][-1]
+    }
 
 
 def predictor(
@@ -438,15 +386,14 @@ def model_scorers(
     def scorer(reward_model: RewardModel):
         @functools.partial(jax.jit, out_shardings=mesh_lib.replicated(mesh))
         def of_sequences(tokens, lengths, packed: PackedBatch):
-            def microbatch_scores(microbatch: Microbatch):
-                scores, _ = sequence_scores(
-                    reward_model.network, reward_model.params, tokens, lengths, microbatch
-                )
-                return scores[:, None]
+            forward = ForwardSpec(reward_model.network, tokens)
 
-            packed = ForwardSpec(reward_model.network, tokens).with_stage_outputs(
-                reward_model.params, packed
-            )
+            def microbatch_scores(microbatch: Microbatch):
+                return forward.run(reward_model.params, microbatch).sequence_scores(lengths)[
+                    :, None
+                ]
+
+            packed = forward.with_stage_outputs(reward_model.params, packed)
             return packed_batch.map_to_sequences(packed, microbatch_scores, len(tokens), 1)[:, 0]
 
         def score(rollouts: Rollouts) -> np.ndarray:

@@ -24,7 +24,7 @@ from jaxrl_llm.learner import distillation, optimizer, router_replay
 from jaxrl_llm.learner import gradients as gradients_lib
 from jaxrl_llm.learner.batches import UpdateOrder, minibatches, padding_share
 from jaxrl_llm.learner.job_models import Models
-from jaxrl_llm.learner.predict import ForwardSpec, is_on_policy, token_statistics, token_values
+from jaxrl_llm.learner.predict import ForwardSpec, is_on_policy
 from jaxrl_llm.learner.vision import trainable_encoder
 from jaxrl_llm.learner.weights import LearnerState, Trainable
 from jaxrl_llm.metrics import statistics
@@ -272,12 +272,10 @@ def make_updater(
     """
     algorithm = config.algorithm
     compute_dtype = config.model.compute_dtype
-    policy_statistics = functools.partial(
-        token_statistics,
-        models.policy,
-        temperature=config.rollout.temperature or 1.0,
-        chunk=config.model.vocab_chunk,
-    )
+    head_settings: Any = {
+        "temperature": config.rollout.temperature or 1.0,
+        "chunk": config.model.vocab_chunk,
+    }
     distills = bool(config.distillation.teachers)
     uses_top_k = distills and config.distillation.loss == "forward_kl"
     on_policy = is_on_policy(config)
@@ -311,12 +309,9 @@ def make_updater(
         if algorithm.policy_loss in selection.SELECTIONS:
 
             def microbatch_log_probs(microbatch: Microbatch):
-                params = lora.combine_params(base, role.params)
-                router_inputs = forward.router_inputs(microbatch)
-                outputs, _ = policy_statistics(
-                    params, batch.tokens, microbatch, entropy="none", routing=router_inputs
-                )
-                return microbatch.to_sequences(outputs.log_probs, batch.lengths, width)
+                outputs = forward.run(lora.combine_params(base, role.params), microbatch)
+                token_stats = outputs.token_statistics(entropy="none", **head_settings)
+                return microbatch.to_sequences(token_stats.log_probs, batch.lengths, width)
 
             staged = forward.with_stage_outputs(lora.combine_params(base, role.params), packed)
             log_probs_before = packed_batch.map_to_sequences(
@@ -325,21 +320,11 @@ def make_updater(
             selection_mask = selection.select(algorithm, log_probs_before, batch, key)
 
         def loss(params: Params, microbatch: Microbatch):
-            all_params, router_inputs = (
-                lora.combine_params(base, params),
-                forward.router_inputs(microbatch),
-            )
+            outputs = forward.run(lora.combine_params(base, params), microbatch)
             listed = microbatch.teacher_tokens if uses_top_k else None
-            outputs, routed = policy_statistics(
-                all_params,
-                batch.tokens,
-                microbatch,
-                entropy=entropy,
-                routing=router_inputs,
-                listed=listed,
-            )
+            token_stats = outputs.token_statistics(entropy=entropy, listed=listed, **head_settings)
             unpack = functools.partial(microbatch.to_sequences, lengths=batch.lengths, width=width)
-            log_probs = unpack(outputs.log_probs)
+            log_probs = unpack(token_stats.log_probs)
             rows = jax.tree.map(microbatch.take, batch)
             detached = jax.lax.stop_gradient(log_probs)
             # In a step of one update the old policy is this one: its log-probs are the old ones,
@@ -355,10 +340,10 @@ def make_updater(
                 )
             selected = microbatch.take(selection_mask)
             loss_value, metrics = losses.policy_objective(
-                algorithm, log_probs, unpack(outputs.entropies), rows, selected, denominators
+                algorithm, log_probs, unpack(token_stats.entropies), rows, selected, denominators
             )
             if distills:
-                top_k_terms = distillation.top_k_divergence(config, microbatch, outputs)
+                top_k_terms = distillation.top_k_divergence(config, microbatch, token_stats)
                 top_k_terms = jax.tree.map(unpack, top_k_terms)
                 divergence, teacher_metrics = distillation.distillation_loss(
                     config,
@@ -371,7 +356,7 @@ def make_updater(
                 loss_value, metrics = loss_value + divergence, {**metrics, **teacher_metrics}
             step_log_probs = microbatch.put(jnp.zeros_like(batch.old_log_probs), detached)
             router_loss, router_sums = router_replay.router_loss(
-                config.router, routed, batch.response_mask
+                config.router, outputs.routed, batch.response_mask
             )
             metrics = {**metrics, **router_sums, "log_probs": step_log_probs}
             return loss_value + router_loss, metrics
@@ -414,15 +399,16 @@ def make_updater(
         forward = ForwardSpec(models.value, batch.tokens, critic_router_inputs)
 
         def loss(params: Params, microbatch: Microbatch):
-            values, routed = token_values(
-                models.value, params, batch.tokens, microbatch, critic_router_inputs(microbatch)
-            )
-            values = microbatch.to_sequences(values, batch.lengths, batch.tokens.shape[1])
+            outputs = forward.run(params, microbatch)
+            width = batch.tokens.shape[1]
+            values = microbatch.to_sequences(outputs.token_values(), batch.lengths, width)
             old_values, targets, mask = map(microbatch.take, (old, returns, batch.loss_mask))
             loss_value, metrics = losses.value_loss(
                 algorithm, values, old_values, targets, mask, denominators, prefix
             )
-            router_loss, _ = router_replay.router_loss(config.router, routed, batch.response_mask)
+            router_loss, _ = router_replay.router_loss(
+                config.router, outputs.routed, batch.response_mask
+            )
             return loss_value + router_loss, metrics
 
         return optimizer_step(

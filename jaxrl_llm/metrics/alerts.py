@@ -247,7 +247,7 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
             if self._thread.is_alive():
                 self._messages.put_nowait(message)
         except queue.Full:
-            logging.warning("alerts: %d messages wait to be told; this one is lost", QUEUE_LENGTH)
+            logging.warning("alerts: %d messages are queued; this one is dropped", QUEUE_LENGTH)
         if rule.action == "stop":
             self._stop(text)
 
@@ -283,7 +283,7 @@ def _send_messages(senders: Sequence[Callable[[Numbers], Any]], messages: queue.
                 send(message)
             except Exception as error:  # from the user's function or the network
                 kind = type(error).__name__
-                logging.warning("alerts: could not be told: %s: %s", kind, error)
+                logging.warning("alerts: could not be sent: %s: %s", kind, error)
 
 
 def _post(address: str, message: Numbers) -> None:

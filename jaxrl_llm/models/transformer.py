@@ -295,35 +295,10 @@ class Network:
         return params["embed" if self.shape.tie_embeddings else "head"]
 
     def logits(self, params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Float32 logits, accumulated in float32 whatever the dtype of `hidden_states`."""
+        """Float32 logits, accumulated in float32 whatever the dtype of `hidden`."""
         logits = self.matmuls.logits(hidden, self.head_weight(params).astype(hidden.dtype))
         logits = attention.soft_capped(logits, self.shape.logit_cap)
         return heads.mask_suppressed(logits, jnp.arange(logits.shape[-1]), self.suppressed_tokens)
-
-    def hidden_states(
-        self,
-        params: Params,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        segment_ids: Int[Array, "B T"],
-        prefix_ids: Int[Array | np.ndarray, "_ prefix"] = attention.NO_PREFIXES,
-        key_blocks: Int[Array | np.ndarray, "_ blocks seen"] = attention.ALL_KEY_BLOCKS,
-        image_inputs: ImageInputs | None = None,
-    ) -> Float[Array, "B T D"]:
-        """The normalized last hidden states of packed rows.
-
-        `positions` are within each token's own sequence. For `prefix_ids` and `key_blocks`, which
-        need rows that are not sharded along their length, see `full_attention`.
-        """
-        return self.forward(
-            params,
-            tokens,
-            positions,
-            segment_ids,
-            prefix_ids,
-            key_blocks,
-            image_inputs=image_inputs,
-        )[0]
 
     def forward(
         self,
@@ -336,14 +311,18 @@ class Network:
         routing: RouterInputs | None = None,
         image_inputs: ImageInputs | None = None,
     ) -> tuple[Float[Array, "B T D"], RouterOutputs | None]:
-        """`hidden_states`, and the router outputs stacked by MoE layer (None: no experts).
+        """The normalized last hidden states of packed rows, and router outputs.
+
+        `positions` are within each token's own sequence. For `prefix_ids` and `key_blocks`, which
+        need rows that are not sharded along their length, see `full_attention`. Router outputs are
+        stacked by MoE layer (None: no experts).
 
         Experts that `routing` replays are those of all layers side by side, [B, T, routes]. By
         default there are none, and all tokens but padding are counted.
         """
         if self.shape.stages > 1:
             raise ValueError(
-                "Network.read: layers on stages are read by models/pipeline/schedule.py"
+                "Network.forward: layers on stages are read by models/pipeline/schedule.py"
             )
         routing = routing or RouterInputs(segment_ids != 0)
         inputs = PackedInputs(positions, segment_ids, prefix_ids, key_blocks, routing, image_inputs)

@@ -10,13 +10,26 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigError
 
 GIB = 2**30
 
 _PROCESS_BYTES = 3 * GIB // 2  # Python, libraries, compiler leftovers: measured in docs/memory.md
+
+
+class GpuChip(NamedTuple):
+    """Facts that the compiler needs of a GPU that is not attached, from vendors' data sheets."""
+
+    title: str  # the driver's name for it
+    capability: tuple[int, int]
+    cores: int  # streaming multiprocessors
+    units: int  # float32 units per multiprocessor
+    clock_ghz: float
+    cache_mib: int  # L2
+    memory_mib: int  # total
+    shared_kib: int  # shared memory per multiprocessor; a block may use all but 1 KiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +45,11 @@ class Device:
     network_bandwidth: float  # per device, between domains
     jax_kind: str = ""  # regular expression that matches JAX's `device_kind`
     process_bytes: int = 0  # CPU only: its share of the process's memory besides arrays
+
+    @property
+    def chip(self) -> GpuChip | None:
+        """Facts for its compiler, if programs can compile for it where it is not attached."""
+        return _CHIPS.get(self.name)
 
     @property
     def backend(self) -> str:  # the compiler that a plan assumes
@@ -67,6 +85,14 @@ DEVICES: Mapping[str, Device] = {
         _gpu("l40s", "L40S", 48, 362, 864, 32, 25),
         _gpu("l4", r"L4\b", 24, 121, 300, 32, 12.5),
     )
+}
+
+
+_CHIPS: Mapping[str, GpuChip] = {
+    "a100": GpuChip("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 40, 81_251, 164),
+    "h100": GpuChip("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, 50, 81_008, 228),
+    "h200": GpuChip("NVIDIA H200", (9, 0), 132, 128, 1.98, 50, 143_771, 228),
+    "b200": GpuChip("NVIDIA B200", (10, 0), 148, 128, 1.965, 126, 183_359, 228),
 }
 
 

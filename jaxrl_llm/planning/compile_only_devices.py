@@ -5,10 +5,9 @@ Programs compile for them as for attached devices, but cannot run. TPUs need the
 """
 
 import contextlib
-import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax._src import xla_bridge
@@ -19,43 +18,6 @@ from jaxrl_llm.planning import accelerators
 
 _GPUS_PER_HOST = 8
 
-
-@dataclasses.dataclass(frozen=True)
-class _Chip:
-    """GPU facts that the compiler needs beside `accelerators.Device`, from vendors' data sheets."""
-
-    title: str  # the driver's name for it
-    capability: tuple[int, int]
-    cores: int  # streaming multiprocessors
-    units: int  # float32 units per multiprocessor
-    clock_ghz: float
-    cache_bytes: int  # L2
-    memory_bytes: int  # total
-    shared_bytes: int  # shared memory per multiprocessor
-    block_bytes: int  # the part of it that one block may use
-
-
-def _chip(title, capability, cores, units, clock_ghz, cache_mib, memory_mib, shared_kib) -> _Chip:
-    shared, reserved = shared_kib << 10, 1 << 10
-    return _Chip(
-        title=title,
-        capability=capability,
-        cores=cores,
-        units=units,
-        clock_ghz=clock_ghz,
-        cache_bytes=cache_mib << 20,
-        memory_bytes=memory_mib << 20,
-        shared_bytes=shared,
-        block_bytes=shared - reserved,
-    )
-
-
-_CHIPS: Mapping[str, _Chip] = {
-    "a100": _chip("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 40, 81_251, 164),
-    "h100": _chip("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, 50, 81_008, 228),
-    "h200": _chip("NVIDIA H200", (9, 0), 132, 128, 1.98, 50, 143_771, 228),
-    "b200": _chip("NVIDIA B200", (10, 0), 148, 128, 1.965, 126, 183_359, 228),
-}
 
 # XLA's target description of these GPUs, with the library versions of `jax[cuda12]`.
 _GPU_DESCRIPTION = """
@@ -69,14 +31,14 @@ gpu_device_info {{
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {chip.block_bytes}
-  shared_memory_per_core: {chip.shared_bytes}
+  shared_memory_per_block_optin: {block_bytes}
+  shared_memory_per_core: {shared_bytes}
   core_count: {chip.cores}
   fpus_per_core: {chip.units}
   clock_rate_ghz: {chip.clock_ghz}
-  l2_cache_size: {chip.cache_bytes}
+  l2_cache_size: {cache_bytes}
   memory_bandwidth: {bandwidth:.0f}
-  device_memory_size: {chip.memory_bytes}
+  device_memory_size: {memory_bytes}
   cuda_compute_capability {{ major: {chip.capability[0]} minor: {chip.capability[1]} }}
 }}
 platform_name: "CUDA"
@@ -91,12 +53,13 @@ def devices_by_name(name: str, num_devices: int = 0) -> Sequence[Any]:
 
     Raises ConfigError if their compiler is not installed or does not know them.
     """
-    if name in _CHIPS:
-        return _gpu_devices(name, num_devices)
+    known = {device.name: device for device in accelerators.DEVICES.values() if device.chip}
+    if name in known:
+        return _gpu_devices(known[name], num_devices)
     if ":" not in name:
         raise ConfigError(
             f"--compile: {name} devices are not here, and how to compile for them is not known;"
-            f" give a TPU --topology, or a --device of {', '.join(_CHIPS)}"
+            f" give a TPU --topology, or a --device of {', '.join(known)}"
         )
     return _topology_devices(name)
 
@@ -116,15 +79,21 @@ def _topology_devices(topology: str) -> Sequence[Any]:
         ) from error
 
 
-def _gpu_devices(name: str, num_devices: int) -> Sequence[Any]:
-    chip, hosts = _CHIPS[name], max(1, -(-num_devices // _GPUS_PER_HOST))
+def _gpu_devices(device: accelerators.Device, num_devices: int) -> Sequence[Any]:
+    chip, hosts = device.chip, max(1, -(-num_devices // _GPUS_PER_HOST))
+    assert chip is not None
     if num_devices < 1 or (hosts > 1 and num_devices % _GPUS_PER_HOST):
         raise ConfigError(
-            f"devices: {num_devices} x {name}; use 1 to {_GPUS_PER_HOST}, or a number of whole"
-            f" hosts of {_GPUS_PER_HOST}"
+            f"devices: {num_devices} x {device.name}; use 1 to {_GPUS_PER_HOST}, or a number of"
+            f" whole hosts of {_GPUS_PER_HOST}"
         )
     text = _GPU_DESCRIPTION.format(
-        chip=chip, bandwidth=accelerators.device_by_name(name).memory_bandwidth
+        chip=chip,
+        bandwidth=device.memory_bandwidth,
+        cache_bytes=chip.cache_mib << 20,
+        memory_bytes=chip.memory_mib << 20,
+        shared_bytes=chip.shared_kib << 10,
+        block_bytes=(chip.shared_kib - 1) << 10,
     )
     try:
         return topologies.get_topology_desc(
@@ -132,7 +101,7 @@ def _gpu_devices(name: str, num_devices: int) -> Sequence[Any]:
         ).devices
     except Exception as error:  # the plugin raises types of its own
         raise ConfigError(
-            f"device {name!r}: {str(error).splitlines()[0]}; install the GPU compiler with"
+            f"device {device.name!r}: {str(error).splitlines()[0]}; install the GPU compiler with"
             " pip install 'jaxrl_llm[cuda]'"
         ) from error
 

@@ -96,8 +96,6 @@ def program_lowerings(
     state = abstract_state(config, models)
     base = weights_lib.abstract_params(models.policy, models.mesh) if config.lora.rank else {}
     policy = lora.combine_params(base, state.policy.params)
-    num_sequences = config.sequences_per_step
-    policy_scorer, critic_scorer = predict.scoring_programs(config, models)
     batch = abstract_batch(config, models)
     sampler = policy_sampler.make_sampler(config, models, base)
     engine, resharder = sampler.engine, sampler.resharder
@@ -114,22 +112,24 @@ def program_lowerings(
         with jax.set_mesh(models.mesh), compile_only_devices.gpu_as_cuda():
             return lower()
 
-    def train():
+    def train() -> jax.stages.Lowered:
         updater = update.make_updater(config, models, base, state)
-        learners = updater.learners(state, models.mesh)
         packed = abstract_packed(config, models, config.minibatch_size)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        return updater.program.lower(learners, base, batch, packed, key, train_policy=True)
+        return update_lowerings(updater, state, batch, packed, train_policy=True)[0]()
 
-    def score(program, *params: Params, **choices):
-        packed = abstract_packed(config, models, num_sequences)
-        return program.lower(*params, batch.tokens, batch.lengths, packed, **choices)
+    score_lowerings = predict.scoring_lowerings(
+        models, predict.scoring_programs(config, models), base, state, reference={}
+    )
+
+    def score(name: str) -> jax.stages.Lowered:
+        packed = abstract_packed(config, models, config.sequences_per_step)
+        return score_lowerings[name](batch.tokens, batch.lengths, packed)
 
     reshard = resharder.lowerings(policy)
     programs: dict[str, Callable[[], jax.stages.Lowered]] = {
         **sampling,
-        "score": lambda: score(policy_scorer, base, state.policy.params, entropy="value"),
-        "score_critic": lambda: score(critic_scorer, state.critic.params),
+        "score": functools.partial(score, "log-probs"),
+        "score_critic": functools.partial(score, "values"),
         "train": train,
         "reshard": reshard["ends"],
         "reshard_layer": list(reshard.values())[-1],  # experts, if there are any, come last

@@ -9,6 +9,7 @@ from typing import Any
 from jaxrl_llm.algorithms import requirements
 from jaxrl_llm.config import ConfigError, JobConfig
 from jaxrl_llm.config.placement import CHOICES, ROLES
+from jaxrl_llm.models import flops
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.pipeline import checks
 from jaxrl_llm.planning import memory, supervised_runs
@@ -19,6 +20,7 @@ from jaxrl_llm.sharding.mesh import AXES, mesh_sizes
 
 Changes = dict[str, Any]  # values by config key, in the order of the config
 
+_TENSOR_SIZES = [1, 2, 4, 8, 16, 32]  # of the tensor axis, that are tried
 # Remat policies, from least recomputation to least memory.
 REMAT = ("none", "dots", "projections", "attention", "full")
 
@@ -193,6 +195,8 @@ def _nearest_on_devices(plan: MemoryPlan, device: Device, count: int) -> Advice 
     show which kinds must change; only combinations of those kinds are tried value by value.
     """
     setting = plan.setting
+    if device.memory_bytes < _least_bytes(plan, count):
+        return None
 
     def fitting_advice(selection: Iterable[Changes]) -> Advice | None:
         changes = {key: value for each in selection for key, value in each.items()}
@@ -239,6 +243,19 @@ def _nearest_on_devices(plan: MemoryPlan, device: Device, count: int) -> Advice 
         if candidates:
             return min(candidates, key=lambda candidate: candidate[0])[1]
     return None
+
+
+def _least_bytes(plan: MemoryPlan, count: int) -> float:
+    """A lower bound of the bytes per device, whatever settings and mesh are changed.
+
+    Without it, a model that is too large by orders of magnitude is refused only after a thousand
+    plans, which take half a minute. It counts a byte per weight: those of all layers, over all
+    devices, and those of attention in one layer, gathered over all axes but `tensor`.
+    """
+    shape = plan.setting.model
+    layers = sum(flops.layer_matmul_weights(shape, kind) for kind in shape.layer_types)
+    tensor = max(_TENSOR_SIZES[-1], plan.setting.mesh["tensor"])
+    return max(layers / count, flops.attention_matmul_weights(shape) / tensor)
 
 
 def _without_unread(job: JobConfig, values: list[Changes]) -> list[Changes]:
@@ -302,7 +319,7 @@ def _candidate_meshes(plan: MemoryPlan, count: int) -> Iterator[Changes]:
         return
     current = plan.setting.mesh
     max_tensor = 4 * plan.setting.policy.num_kv_heads
-    tensors = [2**i for i in range(6) if count % 2**i == 0 and 2**i <= max_tensor]
+    tensors = [size for size in _TENSOR_SIZES if count % size == 0 and size <= max_tensor]
     varied_axes = "tensor", "expert", "stage"
     stage_sizes = dict.fromkeys((current["stage"], 1))
     combinations = itertools.product(tensors, expert_axis_sizes(plan.setting.policy), stage_sizes)
@@ -316,6 +333,6 @@ def _candidate_meshes(plan: MemoryPlan, count: int) -> Iterator[Changes]:
         for split in splits:
             sizes = dict.fromkeys(AXES, 1) | split
             if sizes != current or rollout != config.mesh.rollout:
-                changes = {f"mesh.{axis}": size for axis, size in sizes.items()}
+                changes: Changes = {f"mesh.{axis}": size for axis, size in sizes.items()}
                 changes["mesh.rollout"] = rollout
                 yield {k: v for k, v in changes.items() if getattr(config.mesh, k[5:]) != v}

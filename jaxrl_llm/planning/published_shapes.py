@@ -176,7 +176,7 @@ def published_shape(name: str) -> Architecture:
     matches = _published_names(name)
     if not matches:
         raise ConfigError(
-            f"config.model.path: {name!r} is no folder here and no published model known by name;"
+            f"config.model.path: {name!r} is neither a local folder nor a known published model;"
             f" give a folder with config.json, org/name of the hub, or one of {', '.join(SHAPES)}"
         )
     return SHAPES[max(matches, key=len)]

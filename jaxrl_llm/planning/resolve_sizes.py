@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import jax
 from absl import logging
 from jax.sharding import AbstractMesh, Mesh
 
@@ -20,6 +19,7 @@ from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.hf import config_reader
 from jaxrl_llm.planning import accelerators, memory_plan, pool_placement, published_shapes
 from jaxrl_llm.planning.accelerators import GIB, Device
+from jaxrl_llm.planning.dataset_names import pin_datasets
 from jaxrl_llm.planning.memory_plan import MemoryPlan
 from jaxrl_llm.planning.model_names import pin_models
 from jaxrl_llm.planning.run_setting import RunSetting, ScoringModel
@@ -90,7 +90,7 @@ def check_memory(config: JobConfig, present: Sequence[Any]) -> float:
       ConfigError: If the run cannot fit, with the missing bytes and the nearest run that fits.
     """
     if accelerators.local_device(present) is None:
-        logging.warning("nothing is known of %s: no memory plan", present[0].device_kind)
+        logging.warning("unknown device %s: no memory plan", present[0].device_kind)
         return 0.0
     estimate = make_plan(config, local_target(present))
     if not estimate.fits:
@@ -128,10 +128,13 @@ def resolve(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
     """The checked config with all sizes set: those of the run in `workdir`, or planned ones.
 
     So a resumed run repeats it bit for bit. Sizes set in the config win; placement is not changed.
-    Names on the hub get their commit the same way (`pin_models`).
+    Hyperparameters that the policy loss leaves open are set to their defaults, and names on the
+    hub get their commit (`pin_models`, `pin_datasets`).
     """
-    config = pin_models(config, workdir)
+    config = pin_datasets(pin_models(config, workdir), workdir)
     requirements.check_functions(config.algorithm)
+    algorithm = requirements.with_loss_defaults(config.algorithm)
+    config = dataclasses.replace(config, algorithm=algorithm)
     for path in config.scorer_paths:
         # report a broken folder before any plan: that would only say that the run does not fit
         config_reader.read_config(path)
@@ -180,18 +183,18 @@ def choose_sizes(config: RLConfig, policy: Architecture, present: Sequence[Any])
 def _with_local_choices(config: RLConfig) -> RLConfig:
     if config.model.path:
         config_reader.read_config(config.model.path)
-    return choose_sizes(config, _policy_shape(config), jax.devices())
+    return choose_sizes(config, _policy_shape(config), mesh_lib.run_devices())
 
 
 def resolve_supervised(config: Supervised, workdir: str | os.PathLike[str]) -> Supervised:
     """The config of a supervised job with all sizes and commits set, as `resolve`."""
-    config = pin_models(config, workdir)
+    config = pin_datasets(pin_models(config, workdir), workdir)
     config = _with_started_sizes(config, workdir)
     if not _has_open_sizes(config):
         return config
     if config.model.path:
         config_reader.read_config(config.model.path)
-    present = jax.devices()
+    present = mesh_lib.run_devices()
     if accelerators.local_device(present) is None:
         return _with_sizes(
             config, memory_plan.REMAT[-1], max(_MICROBATCH_TOKENS[0], config.max_sequence_tokens)

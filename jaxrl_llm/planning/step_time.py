@@ -199,7 +199,9 @@ def _prefill(setting: RunSetting, device: Device) -> PhaseCost:
     weights = sum(setting.computed_params(sampling=True)) * setting.compute_item
     batches = max(1, prompts * tokens / 4096)
     local_tokens = prompts * tokens / setting.sampling_shards
-    links = 4 * shape.num_layers * local_tokens * shape.hidden_size * (tensor - 1) / tensor
+    carry = local_tokens * shape.hidden_size * setting.compute_item
+    # Two all-reduces per layer: reduce-scatter and all-gather.
+    links = shape.num_layers * 2 * 2 * carry * (tensor - 1) / tensor
     links += _all_to_all_bytes(setting, local_tokens)
     return _cost(setting, device, work, work, weights * batches, {tensor: links})
 

@@ -43,9 +43,12 @@ def send(connection: Connection, message: Any) -> None:
     connection.send_bytes(to_json_text(message).encode())
 
 
-def receive(connection: Connection) -> Any:
-    """Receives the next message; raises EOFError if the other side has closed the connection."""
-    return from_json_text(connection.recv_bytes(MAX_BYTES))
+def receive(connection: Connection, max_bytes: int = MAX_BYTES) -> Any:
+    """Receives the next message; raises EOFError if the other side has closed the connection.
+
+    OSError if it has more than `max_bytes`, ValueError if it is not a message.
+    """
+    return from_json_text(connection.recv_bytes(max_bytes))
 
 
 def to_json_text(message: Any) -> str:

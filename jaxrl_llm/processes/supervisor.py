@@ -3,7 +3,8 @@
 Its owner runs it as `python -m jaxrl_llm.processes.supervisor FD MODULE` (`child.py`). It forks the
 worker, which calls `main(FD)` of the module, and waits. When the worker ends, or the owner closes
 this process's stdin, it kills all descendants of the worker, in any session or group, and ends as
-the worker did. It needs no privilege: a child subreaper adopts every orphan below it.
+the worker did. If the owner wrote END_SOON before, the worker first has END_SOON_S to end by
+itself. It needs no privilege: a child subreaper adopts every orphan below it.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import threading
 import time
 from typing import NoReturn
 
+END_SOON, END_SOON_S = b".", 2.0
 PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 libc = ctypes.CDLL(None, use_errno=True)  # loaded here: not safe between fork and exec
 
@@ -59,7 +61,8 @@ def exit_as(code: int) -> NoReturn:
 
 
 def _kill_with_owner(worker: int) -> None:
-    os.read(0, 1)
+    if os.read(0, 1):
+        time.sleep(END_SOON_S)
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker, signal.SIGKILL)
 

@@ -18,8 +18,7 @@ from jaxrl_llm.config.algorithm import is_import_path
 from jaxrl_llm.config.rollout_data import RewardFunctionConfig, RewardModelConfig, RewardsConfig
 from jaxrl_llm.rewards import functions
 from jaxrl_llm.rewards.early_calls import EarlyCalls
-from jaxrl_llm.rewards.ray_reward_pool import make_reward_pool
-from jaxrl_llm.rewards.reward_pool import RewardCall, RewardError
+from jaxrl_llm.rewards.reward_pool import RewardCall, RewardError, RewardPool
 from jaxrl_llm.rewards.reward_worker import LARGEST_SCORE
 from jaxrl_llm.sharding import multihost
 from jaxrl_llm.types import Prompt, Rewards, Rollouts
@@ -58,7 +57,7 @@ def check_rewards(
             raise RewardError(str(error)) from error
         return
     one_worker = dataclasses.replace(config, num_workers=1, ray_workers=min(1, config.ray_workers))
-    with make_reward_pool([term.function for term in terms.values()], one_worker) as pool:
+    with RewardPool([term.function for term in terms.values()], one_worker) as pool:
         for name, term in user_terms.items():
             calls = [
                 RewardCall(
@@ -129,7 +128,7 @@ class RolloutScorer(contextlib.AbstractContextManager["RolloutScorer"]):
             raise RewardError(f"config.rewards: {shared} name a reward and a cost; rename one")
         self._model_scorers = dict(model_scorers)
         terms = [*config.functions.values(), *config.cost_functions.values()]
-        self._pool = make_reward_pool([term.function for term in terms], config)
+        self._pool = RewardPool([term.function for term in terms], config)
         self._early = EarlyCalls(self._pool)
 
     def __exit__(self, *exception) -> None:

@@ -47,7 +47,7 @@ def _stream_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{type(value).__name__} {value!r:.40} is no text of stdin or stdout")
+        raise ValueError(f"{type(value).__name__} {value!r:.40} is not a text for stdin or stdout")
     return str(value)
 
 

@@ -63,7 +63,7 @@ def decimal_text(value: Any) -> str:
         return str(int(value))
     number = value if isinstance(value, decimal.Decimal) else decimal.Decimal(str(value))
     if not number.is_finite():
-        raise ValueError(f"got {value}, which is no value; ground_truth must be a finite number")
+        raise ValueError(f"got {value}, which is not a value; ground_truth must be a finite number")
     text = f"{number:f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text in ("-0", "") else text

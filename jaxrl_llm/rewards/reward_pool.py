@@ -1,24 +1,24 @@
-"""A process pool that calls reward functions under a hard time limit.
+"""Calls reward functions in a pool of worker processes, on this host or on Ray workers.
 
-A call that hangs is ended by killing its process, which is replaced; other calls go on. The workers
-are fresh interpreters: `multiprocessing` would import the main module of the run, and jax.
+The workers are fresh interpreters: `multiprocessing` would import the main module of the run, and
+jax; a fork would share what users' modules open when they are imported.
 """
 
+import collections
 import contextlib
-import json
+import itertools
 import logging
-import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
 from jaxrl_llm.config import RewardsConfig
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.processes.child import CLOSE_TIMEOUT_S, START_TIMEOUT_S, ChildProcess
-from jaxrl_llm.processes.messages import send
-from jaxrl_llm.rewards import reward_worker as process
+from jaxrl_llm.processes.child import ChildProcess
+from jaxrl_llm.processes.messages import send, to_json_text
+from jaxrl_llm.processes.ray_worker_pool import RayWorkerPool
+from jaxrl_llm.processes.worker_pool import Answer, WorkerPool, WorkerPoolError
+from jaxrl_llm.rewards import reward_worker
 from jaxrl_llm.rewards.functions import ARGUMENTS
 from jaxrl_llm.rewards.reward_worker import MAX_ANSWER_BYTES
 
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 
 POLL_INTERVAL_S = 0.5  # between two checks whether another thread has closed the pool
-POOL_CLOSED_TEXT = "the reward pool is closed"
 
 
 class RewardError(UserError, RuntimeError):
@@ -62,32 +61,33 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     def __init__(self, functions: Sequence[str], config: RewardsConfig):
         """Starts the workers, none without `functions` (names for `functions.resolve`).
 
-        RewardError if one of them cannot be found or imported.
+        RewardError or RayWorkersError if one of them cannot be found or imported.
         """
         self._functions, self._config = tuple(dict.fromkeys(functions)), config
-        self._workers: list[_Worker] = []
-        self._is_closed = False
-        try:
-            for _ in range(config.num_workers if functions else 0):
-                self._workers.append(_Worker(self._functions, config))
-            for worker in self._workers:
-                worker.wait_until_ready()
-        except BaseException:
-            self.close()
-            raise
+        self._sessions = itertools.count()
+        self._pool: WorkerPool | RayWorkerPool | None = None
+        if functions and config.ray_workers:
+            self._pool = RayWorkerPool(
+                "config.rewards",
+                _local_pool,
+                self._functions,
+                config,
+                count=config.ray_workers,
+                cores=config.num_workers,
+                sessions_per_worker=4 * config.num_workers,  # the next calls are there already
+                is_stateless=True,
+            )
+        elif functions:
+            self._pool = _local_pool(self._functions, config)
 
     def __exit__(self, *exception) -> None:
         self.close()
 
     def close(self) -> None:
         """Ends the workers for good; pending calls of other threads raise RewardError."""
-        self._is_closed = True
-        for worker in self._workers:
-            worker.connection.close()
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        for worker in self._workers:
-            worker.end(max(0.0, deadline - time.monotonic()))
-        self._workers = []
+        pool, self._pool = self._pool, None
+        if pool:
+            pool.close()
 
     def run(self, calls: Sequence[RewardCall]) -> list[CallOutcome]:
         """The outcome of each call; RewardError at the first failure if failures stop the run."""
@@ -114,43 +114,49 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
 
     def attempt(self, calls: Sequence[RewardCall], stop: bool = False) -> list[CallOutcome]:
         """The outcome of each call, without logging; RewardError at the first failure if `stop`."""
-        if not self._workers:
-            raise RewardError(POOL_CLOSED_TEXT)
+        pool = self._pool
+        waiting = collections.deque(range(len(calls)))
+        running: dict[int, int] = {}  # session -> index of its call
+        retried: set[int] = set()  # calls whose first worker ended before it read them
         outcomes: dict[int, CallOutcome] = {}
-        waiting = deque(range(len(calls)))
-        retried = set[int]()  # calls whose first process died before reading them
         try:
-            while len(outcomes) < len(calls):
-                if self._is_closed:
-                    raise RewardError(POOL_CLOSED_TEXT)
-                for worker in [worker for worker in self._workers if worker.idle]:
-                    try:
-                        if waiting:
-                            worker.begin(waiting[0], calls[waiting[0]], self._config.timeout_s)
-                            waiting.popleft()
-                    except OSError:  # it died between calls; another worker gets the call
-                        self._replace(worker)
-                for worker in self._workers_with_news():
-                    if not worker.ready:  # a replacement that has finished its imports
-                        worker.wait_until_ready()
-                        continue
-                    index = worker.call
-                    outcome = self._outcome(worker)
-                    if outcome is None and index not in retried:
+            while pool is None or len(outcomes) < len(calls):
+                if pool is None or self._pool is None:
+                    raise RewardError("the reward pool is closed")
+                while waiting and len(running) < pool.capacity:
+                    index, session = waiting.popleft(), next(self._sessions)
+                    pool.ask(session, None, _request(calls[index]))
+                    running[session] = index
+                # Wake up regularly: another thread may close the pool.
+                for session, answer in pool.collect(POLL_INTERVAL_S):
+                    index = running.pop(session)
+                    if answer.get("problem") == "unread" and index not in retried:
                         retried.add(index)
                         waiting.appendleft(index)
                         continue
-                    outcomes[index] = outcome or self._failed("two processes died before it began")
+                    outcomes[index] = self._outcome(answer)
                     if outcomes[index].failure and stop:
                         self._stop(calls[index], outcomes[index])
         except KeyboardInterrupt:  # the run ends: start no replacement processes
             self.close()
             raise
+        except WorkerPoolError as error:
+            raise _load_error(self._functions, error) from error
         finally:
-            # After an early exit, an answer to an old call must not be read as one to a later call.
-            for worker in [worker for worker in self._workers if worker.call >= 0]:
-                self._replace(worker)
+            for session in running:
+                if self._pool:
+                    self._pool.end(session)
         return [outcomes[index] for index in range(len(calls))]
+
+    def _outcome(self, answer: Answer) -> CallOutcome:
+        if "score" in answer:
+            return CallOutcome(answer["score"], answer["details"])
+        failure = str(answer.get("error", answer.get("text")))
+        if answer.get("problem") == "timeout":
+            failure = f"no answer within rewards.timeout_s={self._config.timeout_s:g} seconds"
+        elif answer.get("problem") == "unread":
+            failure = f"two workers ended before they read it; of the second, {failure}"
+        return CallOutcome(self._config.failure_score, failure=failure)
 
     def _stop(self, call: RewardCall, outcome: CallOutcome) -> NoReturn:
         raise RewardError(
@@ -159,94 +165,43 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             f" {self._config.failure_score:g}, or 'leave_out' to learn without them"
         )
 
-    def _workers_with_news(self) -> list["_Worker"]:
-        """Waits for and returns workers that answered, died, or exceeded the time limit."""
-        active = [worker for worker in self._workers if not worker.idle]
-        timeout_s = max(0.0, min((w.deadline for w in active), default=0.0) - time.monotonic())
-        # Wake up regularly: another thread may close the pool.
-        readable = wait([worker.connection for worker in active], min(timeout_s, POLL_INTERVAL_S))
-        now = time.monotonic()
-        return [w for w in active if w.connection in readable or now >= w.deadline]
-
-    def _failed(self, failure: str) -> CallOutcome:
-        return CallOutcome(self._config.failure_score, failure=failure)
-
-    def _outcome(self, worker: "_Worker") -> CallOutcome | None:
-        """The outcome of a call, None if the worker died before reading it; replaces the worker."""
-        if not worker.connection.poll():
-            self._replace(worker)
-            limit = f"rewards.timeout_s={self._config.timeout_s:g}"
-            return self._failed(f"no answer within {limit} seconds")
-        try:
-            answer = worker.receive()
-        except ConnectionResetError:  # a Unix socket that closed with unread bytes
-            self._replace(worker)
-            return None
-        except (EOFError, OSError, ValueError, RecursionError):
-            # The process is gone, or user code wrote to the socket.
-            exit_text = worker.end(CLOSE_TIMEOUT_S)
-            self._replace(worker)
-            return self._failed(f"the process that called it ended with {exit_text}")
-        if "error" in answer:
-            return self._failed(answer["error"])
-        return CallOutcome(answer["score"], answer["details"])
-
-    def _replace(self, worker: "_Worker") -> None:
-        worker.end(0.0)
-        if self._is_closed:
-            return
-        replacement = self._workers[self._workers.index(worker)] = _Worker(
-            self._functions, self._config
-        )
-        if self._is_closed:  # by another thread in the meantime
-            replacement.end(0.0)
-
 
 def _call_text(call: RewardCall) -> str:
     row_text = call.location or f"row {call.row}"
     return f"reward function {call.function!r}, {row_text}, data source {call.data_source!r}"
 
 
-class _Worker(ChildProcess):
-    """A worker process and its current call."""
+def _request(call: RewardCall) -> dict[str, Any]:
+    arguments = {name: getattr(call, name) for name in ARGUMENTS}
+    if call.is_check:
+        arguments = {"ground_truths": call.ground_truth}
+    try:
+        # A text in the message: the worker answers for one that it cannot decode, too.
+        return {"call": to_json_text((call.function, arguments))}
+    except (TypeError, RecursionError) as error:
+        problem = "ground_truth or extra_info cannot be sent to a process"
+        raise RewardError(f"{_call_text(call)}: {problem}: {error}") from error
 
-    def __init__(self, functions: tuple[str, ...], config: RewardsConfig):
-        super().__init__(process.__name__, config.environment)
-        self._functions = functions
-        self.ready = False
-        self.call = -1  # index of the current call; -1: none
-        self.deadline = time.monotonic() + START_TIMEOUT_S
-        send(self.connection, (functions, config.memory_gib))
 
-    @property
-    def idle(self) -> bool:
-        return self.ready and self.call < 0
+def _local_pool(functions: Sequence[str], config: RewardsConfig) -> WorkerPool:
+    """The workers of this host; RewardError if a function cannot be found or imported."""
 
-    def begin(self, index: int, call: RewardCall, timeout_s: float) -> None:
-        arguments = {name: getattr(call, name) for name in ARGUMENTS}
-        if call.is_check:
-            arguments = {"ground_truths": call.ground_truth}
-        try:
-            send(self.connection, (call.function, arguments))
-        except (TypeError, RecursionError) as error:
-            problem = "ground_truth or extra_info cannot be sent to a process"
-            raise RewardError(f"{_call_text(call)}: {problem}: {error}") from error
-        self.call = index
-        self.deadline = time.monotonic() + timeout_s
+    def start_process() -> ChildProcess:
+        process = ChildProcess(reward_worker.__name__, config.environment)
+        send(process.connection, (functions, config.memory_gib))
+        return process
 
-    def receive(self) -> dict[str, Any]:
-        answer = json.loads(self.connection.recv_bytes(MAX_ANSWER_BYTES))
-        self.call = -1
-        return answer
+    try:
+        return WorkerPool(
+            start_process,
+            config.num_workers,
+            config.timeout_s,
+            is_stateless=True,
+            max_answer_bytes=MAX_ANSWER_BYTES,
+        )
+    except WorkerPoolError as error:
+        raise _load_error(functions, error) from error
 
-    def wait_until_ready(self) -> None:
-        try:
-            answer = {"error": f"no sign for {START_TIMEOUT_S:g} s"}
-            if self.connection.poll(max(0.0, self.deadline - time.monotonic())):
-                answer = self.receive()
-        except (EOFError, OSError):
-            answer = {"error": f"its process ended with {self.end(CLOSE_TIMEOUT_S)}"}
-        if "error" in answer:
-            names = ", ".join(self._functions)
-            raise RewardError(f"cannot load the reward functions ({names}): {answer['error']}")
-        self.ready = True
+
+def _load_error(functions: Sequence[str], error: WorkerPoolError) -> RewardError:
+    return RewardError(f"cannot load the reward functions ({', '.join(functions)}): {error}")

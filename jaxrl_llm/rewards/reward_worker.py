@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.processes.messages import receive
+from jaxrl_llm.processes.messages import from_json_text, receive, send, to_json_text
 from jaxrl_llm.rewards.functions import (
     RewardFunction,
     resolve,
@@ -43,34 +43,36 @@ def serve(connection: Connection) -> None:
         cause = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ else ""
         connection.send_bytes(_encoded({"error": f"{error}\n{cause}".strip()}))
         return
-    connection.send_bytes(b"{}")
+    send(connection, {})
     while True:
+        request = receive(connection)
+        number = {"number": request["number"]}
         try:
-            name, arguments = receive(connection)
-        except EOFError:
-            return
+            name, arguments = from_json_text(request["call"])
         except Exception:
-            answer = _encoded({"error": f"the row cannot be loaded:\n{traceback.format_exc()}"})
+            text = f"the row cannot be loaded:\n{traceback.format_exc()}"
+            connection.send_bytes(_encoded({**number, "error": text}))
         else:
-            answer = _answer(functions[name], arguments)
-        connection.send_bytes(answer)
+            connection.send_bytes(_answer(number, functions[name], arguments))
 
 
-def _answer(function: RewardFunction, arguments: Mapping[str, Any]) -> bytes:
+def _answer(
+    number: Mapping[str, int], function: RewardFunction, arguments: Mapping[str, Any]
+) -> bytes:
     try:
         if "ground_truths" in arguments:
             problems = truth_problems(function, arguments["ground_truths"])
             texts = {str(index): problem[:500] for index, problem in problems.items()}
             has_check = truth_check(function) is not None
             details = {"problems": texts, "has_check": has_check}
-            return _encoded({"score": 0.0, "details": details})
+            return _encoded({**number, "score": 0.0, "details": details})
         result = function(**arguments)
         if inspect.isawaitable(result):
             result = asyncio.run(_await_result(result))
-        return _encoded(checked_result(result))
+        return _encoded({**number, **checked_result(result)})
     except BaseException as error:  # sys.exit() in a reward function must not end the worker
         text = "".join(traceback.format_exception(error))
-        return _encoded({"error": f"{type(error).__name__}: {error}\n{text}"})
+        return _encoded({**number, "error": f"{type(error).__name__}: {error}\n{text}"})
 
 
 async def _await_result(result):
@@ -102,13 +104,13 @@ def _encoded(answer: Mapping[str, Any]) -> bytes:
     Lone surrogates become U+FFFD. ValueError if it is nested too deep.
     """
     text = json.dumps(answer, default=_to_list)
-    data = json.dumps(clean_json(json.loads(text))).encode()
+    data = to_json_text(clean_json(json.loads(text))).encode()
     if len(data) <= MAX_ANSWER_BYTES:
         return data
+    error = f"returned {len(data)} bytes beside the score; at most {MAX_ANSWER_BYTES} are allowed"
     if "error" in answer:
-        return json.dumps({"error": f"{answer['error'][: MAX_ANSWER_BYTES // 16]} ..."}).encode()
-    error = f"returned {len(data)} bytes beside the score; at most {MAX_ANSWER_BYTES} are taken"
-    return json.dumps({"error": error}).encode()
+        error = f"{answer['error'][: MAX_ANSWER_BYTES // 16]} ..."
+    return to_json_text({"error": error, "number": answer.get("number", 0)}).encode()
 
 
 def _to_list(value: Any) -> Any:

@@ -17,7 +17,6 @@ from jaxrl_llm.data.datasets import Dataset
 from jaxrl_llm.data.streaming import StreamedRows
 from jaxrl_llm.data.streams import MixedRows, Rows, streamed_parts
 from jaxrl_llm.rewards import functions as functions_lib
-from jaxrl_llm.rewards.ray_reward_pool import make_reward_pool
 from jaxrl_llm.rewards.reward_pool import RewardCall, RewardError, RewardPool
 from jaxrl_llm.types import Prompt
 
@@ -96,7 +95,7 @@ class _UserChecks(contextlib.ExitStack):
             one_worker = dataclasses.replace(
                 config, num_workers=1, ray_workers=min(1, config.ray_workers)
             )
-            self._pools[names] = self.enter_context(make_reward_pool(names, one_worker))
+            self._pools[names] = self.enter_context(RewardPool(names, one_worker))
         return self._pools[names]
 
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.config.rollout_data import NO_SPECULATION
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.rollout.engine.compiled_programs import Program
+from jaxrl_llm.rollout.engine.aot_programs import Program
 from jaxrl_llm.rollout.engine.host_inputs import RowShape
 from jaxrl_llm.rollout.engine.requests import (
     Completion,

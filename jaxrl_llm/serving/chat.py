@@ -283,9 +283,9 @@ class ChatBody(Body):
         if served.chat_template and not served.tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template; use /v1/completions")
         messages, tools = _template_messages(self.messages), self._template_tools
-        pictures = _load_images(served, self.messages)
+        images: Sequence[PromptImage] = _load_images(served, self.messages)
         if tools and not (served.chat_template and served.call_format):
-            message = "tools: the chat template of this model does not tell how it calls tools"
+            message = "tools: the chat template of this model has no known tool-call format"
             raise ApiError(400, f"{message}; leave them out", param="tools")
         options = {**self._template_variables, **({"tools": tools} if tools else {})}
         try:
@@ -306,7 +306,7 @@ class ChatBody(Body):
             served.tokenizer, [text + call_start], served.chat_template
         )
         try:
-            tokens, images = expand_tokens(served.pictures, tokens, pictures, "messages")
+            tokens, images = expand_tokens(served.image_processor, tokens, images, "messages")
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
         return RenderedPrompt(text, call_start, tokens, tuple(images))
@@ -340,18 +340,18 @@ class ChatBody(Body):
 
 def _load_images(served: ServedModel, messages: Sequence[ChatMessage]) -> list[PromptImage]:
     """The images of the messages, decoded; raises `ApiError` for one that cannot be read."""
-    pictures = []
+    images = []
     for number, message in enumerate(messages):
         for image, address in enumerate(message.images):
             location = f"messages.{number}.content, image {image + 1}"
-            if served.pictures is None:
-                rule = "this model reads text alone; leave images out"
+            if served.image_processor is None:
+                rule = "this model is text-only; leave images out"
                 raise ApiError(400, f"{location}: {rule}", param="messages")
             try:
-                pictures.append(served.pictures.read(address, location, files=False))
+                images.append(served.image_processor.read(address, location, files=False))
             except DataError as error:
                 raise ApiError(400, str(error), param="messages") from error
-    return pictures
+    return images
 
 
 def _template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Literal
 from absl import logging
 
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rollout.engine.compiled_programs import Program
+from jaxrl_llm.rollout.engine.aot_programs import Program
 from jaxrl_llm.rollout.engine.requests import Progress, Request, RequestError
 from jaxrl_llm.rollout.engine_api import ServingEngine
 

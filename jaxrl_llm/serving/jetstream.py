@@ -165,7 +165,7 @@ class JetStreamEngine(engine_api.Engine):
     ) -> tuple[Prefix, int]:
         """Prefills one prompt, without the BOS that JetStream may have prepended."""
         if existing_prefix is not None:
-            raise NotImplementedError("prefill goes from an empty prefix only")
+            raise NotImplementedError("prefill must start from an empty prefix")
         tokens = np.asarray(padded_tokens, np.int32)[: int(true_length)]
         tokens = tokens[int(tokens[0] == _NO_TOKEN) :][: self._served.max_tokens]
         with jax.set_mesh(self.mesh):

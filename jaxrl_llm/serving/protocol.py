@@ -65,7 +65,7 @@ class ServedModel:
     max_tokens: int  # prompt and reply of one sample
     chat_template: bool = True  # False: messages are joined by newlines
     call_format: str = ""  # how the model writes tool calls; "": it makes none
-    pictures: ImagePreprocessor | None = None  # image preprocessing; None: a text-only model
+    image_processor: ImagePreprocessor | None = None  # image preprocessing; None: a text-only model
     # (images, prompt tokens) -> the image inputs of a prompt; called from one thread.
     image_inputs: Callable[[Sequence[PromptImage], int], ImageInputs | None] = (
         lambda images, num_tokens: None

@@ -19,7 +19,7 @@ from jaxrl_llm.data.encoding import Treatment, set_treatment
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.engine import kv_cache
-from jaxrl_llm.rollout.engine.compiled_programs import Program
+from jaxrl_llm.rollout.engine.aot_programs import Program
 from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.saved_policy import SavedPolicy
 from jaxrl_llm.serving.driver import Driver
@@ -51,7 +51,7 @@ def served_model(
     image_fields: dict[str, Any] = {}
     if models.image_feature_cache is not None:
         image_fields = {
-            "pictures": models.image_processor,
+            "image_processor": models.image_processor,
             "image_inputs": models.image_feature_cache.image_inputs,
         }
     return ServedModel(

@@ -78,7 +78,7 @@ def detect_start(
         )
     if start.process_id >= start.num_processes:
         raise ClusterError(
-            f"--process_id: {start.process_id} is none of the {start.num_processes} processes;"
+            f"--process_id: {start.process_id} is not one of the {start.num_processes} processes;"
             f" they are numbered from 0 to {start.num_processes - 1}"
         )
     if not re.fullmatch(r".+:\d+", start.coordinator):
@@ -101,7 +101,7 @@ def _env_number(how: str, name: str, default: int = -1) -> int:
     """The number in an environment variable of a launcher; `default` if unset."""
     text = os.environ.get(name, "")
     if text and not text.isdecimal():
-        raise ClusterError(f"--start={how}: {name}={text!r} is no number; correct or unset it")
+        raise ClusterError(f"--start={how}: {name}={text!r} is not a number; correct or unset it")
     return int(text) if text else default
 
 

@@ -12,7 +12,7 @@ connected by the slowest links).
 import contextlib
 import contextvars
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,9 @@ from jaxrl_llm.config import ConfigError, MeshConfig
 
 STAGE = "stage"
 AXES = (STAGE, "data", "fsdp", "expert", "sequence", "tensor")
+
+_used_devices: contextvars.ContextVar[tuple[Any, ...]]
+_used_devices = contextvars.ContextVar("used_devices", default=())
 
 Rules = Mapping[str, tuple[str, ...]]
 
@@ -104,9 +107,24 @@ def mesh_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
     return resolved
 
 
+def run_devices() -> list[Any]:
+    """The devices of a run: those of `use_devices`, or else all devices of all processes."""
+    return list(_used_devices.get() or jax.devices())
+
+
+@contextlib.contextmanager
+def use_devices(devices: Sequence[Any]) -> Iterator[None]:
+    """Gives runs that are planned and started inside these devices instead of all."""
+    token = _used_devices.set(tuple(devices))
+    try:
+        yield
+    finally:
+        _used_devices.reset(token)
+
+
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
-    """The mesh over `devices` (None: all), in their order; raises as `mesh_sizes`."""
-    devices = jax.devices() if devices is None else devices
+    """The mesh over `devices` (None: `run_devices`), in their order; raises as `mesh_sizes`."""
+    devices = run_devices() if devices is None else devices
     sizes = mesh_sizes(config, len(devices))
     grid = np.array(devices).reshape([sizes[axis] for axis in AXES])
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))

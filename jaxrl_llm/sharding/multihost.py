@@ -389,7 +389,7 @@ class HeartbeatThread(threading.Thread):
             try:
                 self._write(text)
             except Exception as error:
-                logging.warning("process 0 could not be told %r (%s)", text, error)
+                logging.warning("process 0 could not be sent %r (%s)", text, error)
 
     def _write(self, text: str) -> None:
         self._client.key_value_set(f"{_FOLDER}{self._process}", text, allow_overwrite=True)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm.config import RLConfig
+from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import multihost
 
 _IDLE_METRICS = ("perf/idle_share/learner", "perf/idle_share/rollout")
@@ -42,7 +43,7 @@ class IdleTimeBalancer:
         names = list(config.placement.pools)
         rollout_pool = config.placement.roles["rollout"]
         (learner_pool,) = (name for name in names if name != rollout_pool)
-        count, num_processes = jax.device_count(), jax.process_count()
+        count, num_processes = len(mesh_lib.run_devices()), jax.process_count()
         sizes = {name: pool.devices for name, pool in config.placement.pools.items()}
         sizes = {n: count - sum(sizes.values()) - 1 if d == -1 else d for n, d in sizes.items()}
         splits = faster_splits(

@@ -4,12 +4,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from absl import logging
 
 from jaxrl_llm.config import ConfigError, RLConfig, layout_requests
 from jaxrl_llm.learner import job_models
 from jaxrl_llm.planning import resolve_sizes
+from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import multihost
 from jaxrl_llm.storage import files
 from jaxrl_llm.trainer.idle_balancing import IdleTimeBalancer
@@ -103,5 +103,5 @@ def config_with_layout(config: RLConfig, text: str) -> RLConfig:
             f"placement.choice: {new_config.placement.choice!r}, but the model reads images,"
             " which roles on devices of their own do not; change mesh.* alone"
         )
-    resolve_sizes.check_memory(new_config, jax.devices())
+    resolve_sizes.check_memory(new_config, mesh_lib.run_devices())
     return new_config

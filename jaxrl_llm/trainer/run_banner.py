@@ -12,6 +12,7 @@ from jaxrl_llm.config import JobConfig
 from jaxrl_llm.learner.job_models import Models
 from jaxrl_llm.planning import accelerators
 from jaxrl_llm.planning.accelerators import GIB
+from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import multihost
 from jaxrl_llm.storage import files, line_log
 
@@ -60,12 +61,12 @@ def _banner_lines(
         split += f"; {models.meshes['rollout'].size} sample"
     memory = "not planned, the devices are not known"
     if planned_bytes:
-        device = accelerators.local_device(jax.devices())
+        device = accelerators.local_device(mesh_lib.run_devices())
         total = f" of {device.memory_bytes / GIB:.3g}" if device else ""
         memory = f"{planned_bytes / GIB:.3g}{total} GiB planned on each device"
     return {
         "policy": f"{model}, {number} parameters{trained}",
-        "devices": f"{len(jax.devices())} {kind}" + (f", {split}" if split else ""),
+        "devices": f"{len(mesh_lib.run_devices())} {kind}" + (f", {split}" if split else ""),
         "memory": memory,
         "steps": f"{config.trainer.num_steps}, each {config.step_contents}",
         "files": str(files.absolute(workdir)),

@@ -31,6 +31,7 @@ from jaxrl_llm.sampling.async_source import AsyncSource
 from jaxrl_llm.sampling.policy_sampler import PolicySampler
 from jaxrl_llm.sampling.source import RolloutSource, SyncSource
 from jaxrl_llm.sharding import device_pools
+from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.storage import files
 from jaxrl_llm.trainer import relayout_schedule, supervised
 from jaxrl_llm.trainer.evaluation import Evaluator
@@ -82,19 +83,21 @@ def validate_run(
     models = job_models.make_models(config, resolve_sizes.resolved_meshes(config))
     job_models.check_stop_tokens(config, models.policy.shape)
     policy_sampler_lib.check(config, models)
-    planned_bytes = resolve_sizes.check_memory(config, jax.devices())
+    planned_bytes = resolve_sizes.check_memory(config, mesh_lib.run_devices())
     weights_lib.check_folders(config, models, weights_lib.role_folders(config, models))
     distillation.check_teachers(config, models)
     for warning in requirements.warnings(config):
         logging.warning("%s", warning)
     world, options_of = None, None
     if config.agent.is_used:
-        pictures = (
+        image_processor = (
             None
             if feature_cache.unsupported_settings(config, bool(replay))
             else models.image_processor
         )
-        world = exit_stack.enter_context(EnvManager(config.agent, models.tokenizer, pictures))
+        world = exit_stack.enter_context(
+            EnvManager(config.agent, models.tokenizer, image_processor)
+        )
         options_of = world.template_options
     load = functools.partial(
         datasets.load_dataset,
@@ -102,7 +105,7 @@ def validate_run(
         models.tokenizer,
         seed=config.seed,
         options_of=options_of,
-        pictures=models.image_processor,
+        image_processor=models.image_processor,
     )
     training_set = load("train")
     curriculum.check_curriculum(config.curriculum, training_set.prompts)

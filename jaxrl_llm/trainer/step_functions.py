@@ -114,12 +114,17 @@ def _learning_lowerings(
     step_layout, minibatch_layout = row_layouts
     count = len(step_layout.is_member)
     tokens, lengths = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
-    score_lowerings = predict.prediction_lowerings(
-        config, models, prepared.frozen, state, scoring_programs
+    frozen = prepared.frozen
+    score_lowerings = predict.scoring_lowerings(
+        models, scoring_programs, frozen.base_params, state, frozen.reference
     )
+    # Programs that a step does not call, or with parameters whose memory space changes.
+    skipped = {"log-probs"} if predict.is_on_policy(config) else set()
+    skipped |= {"reference"} if "reference" in config.mesh.on_host else set()
     lowerings: dict[str, Callable[[], jax.stages.Lowered]] = {
         name: functools.partial(lower, tokens, lengths, step_layout)
         for name, lower in score_lowerings.items()
+        if name not in skipped
     }
     if "optimizer" in config.mesh.on_host:
         return lowerings  # its memory space changes from call to call

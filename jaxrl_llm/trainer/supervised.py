@@ -24,8 +24,6 @@ from jaxrl_llm.checkpoint import saver
 from jaxrl_llm.config import ConfigError, JobConfig, RLConfig, SFTConfig, SupervisedConfig
 from jaxrl_llm.config.job import RewardModelingConfig
 from jaxrl_llm.data import datasets
-from jaxrl_llm.data.chat.formats import preference_dialogues
-from jaxrl_llm.data.chat.messages import role_aliases
 from jaxrl_llm.data.files import read_rows
 from jaxrl_llm.data.streams import Rows, Stream
 from jaxrl_llm.learner import job_models, layer_restacking, objectives, update
@@ -130,7 +128,7 @@ def _run_checks(config: SupervisedConfig) -> _CheckedJob:
         if config.answers_prompts:
             tokenizer, seed = models.tokenizer, config.seed
             prompts = datasets.load_dataset(
-                config.data, tokenizer, "eval", seed, pictures=models.image_processor
+                config.data, tokenizer, "eval", seed, image_processor=models.image_processor
             )
             as_rl = config.as_rl()
             rewards = as_rl.rewards
@@ -144,7 +142,7 @@ def _run_checks(config: SupervisedConfig) -> _CheckedJob:
         rows,
         held_out,
         prompts,
-        resolve_sizes.check_memory(config, jax.devices()),
+        resolve_sizes.check_memory(config, mesh_lib.run_devices()),
     )
 
 
@@ -317,10 +315,7 @@ def check_preference_pairs(
     for model_config in _reward_model_configs(config).values():
         if model_config.data.task == "files" and not model_config.data.stream:
             for where, row in read_rows(model_config.data.train_files):
-                roles = role_aliases(model_config.data.role_aliases)
-                for dialogue in preference_dialogues(
-                    row, where, model_config.data.prompt_column, roles
-                ):
+                for dialogue in datasets.pair_of_dialogues(model_config.data, row, where):
                     if tokenizer is not None:
                         datasets.check_shown(model_config.data, tokenizer, dialogue)
 
@@ -331,14 +326,7 @@ def _reward_model_configs(config: RLConfig) -> dict[str, RLConfig]:
     for name, model in {**config.rewards.models, **config.rewards.cost_models}.items():
         data = config.data
         if model.pairs:
-            data = dataclasses.replace(
-                data,
-                task="files",
-                train_files=model.pairs,
-                train_weights=(),
-                last_train_weights=(),
-                last_train_weights_after=0,
-            )
+            data = data.with_pairs(model.pairs, model.pairs_preset)
         if not model.path:
             configs[name] = dataclasses.replace(config, data=data)
     return configs

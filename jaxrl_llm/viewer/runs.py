@@ -78,7 +78,7 @@ class RecordedRun:
         self.path = files.run_path(workdir)
         self.name = files.absolute(self.path).name
         if not {"metrics.jsonl", "config.json"} & set(files.names(self.path)):
-            raise NotARunError(f"{workdir}: no folder of a run, it has no metrics.jsonl")
+            raise NotARunError(f"{workdir}: not a run folder, it has no metrics.jsonl")
         self._lock = threading.Lock()  # several browsers may ask at the same time
         self._reset()
         self.refresh()
@@ -269,7 +269,7 @@ def _parsed_sample(line: bytes) -> dict[str, Any]:
             raise ValueError(f"{name} is no list")
         numbers.append(values)
     if any({*map(type, values)} - {int, float, bool, type(None)} for values in numbers):
-        raise ValueError("a number is none")
+        raise ValueError("a value is not finite")
     if not all(isinstance(piece, str) for piece in _list_field(sample, "pieces")):
         raise ValueError("pieces are no texts")
     if "pieces" in sample and not all(

@@ -148,7 +148,7 @@ def save_timeline(workdir: str | os.PathLike[str], path: str) -> None:
 
     traces = read_traces(workdir)
     if not any(trace.program_runs for trace in traces):
-        raise NoTraceError(f"{workdir}: its trace holds no program; record steps later in the run")
+        raise NoTraceError(f"{workdir}: its trace contains no program; record later steps")
     begin = min(run.begin_s for trace in traces for run in trace.program_runs)
     end = max(run.end_s for trace in traces for run in trace.program_runs)
     rows = [

@@ -1,6 +1,7 @@
 """Processes of episodes: their tools, their limits, and what hostile ones cost."""
 
 import asyncio
+import dataclasses
 import json
 import pathlib
 import re
@@ -9,9 +10,9 @@ import sys
 import pytest
 from transformers.utils import get_json_schema
 
-from jaxrl_llm.agents import agent_pool as agents_pool
 from jaxrl_llm.agents.agent_pool import AgentError, AgentPool
 from jaxrl_llm.config.agent import AgentConfig, EnvironmentConfig
+from jaxrl_llm.processes import worker_pool
 from jaxrl_llm.processes.supervisor import descendants
 
 FILE = pathlib.Path(__file__).with_name("user_tools.py")
@@ -86,7 +87,10 @@ def test_a_calculation_without_end_is_answered_at_once(pool):
 @pytest.mark.parametrize(
     ("contents", "problem"),
     [
-        (b'{"text": "the and of"}\n', "none of its 1 passages has a word to search for; words of"),
+        (
+            b'{"text": "the and of"}\n',
+            "none of its 1 passages contains a searchable word; words of",
+        ),
         (b'{"text": "caf\xe9"}\n', "is not UTF-8: .*; convert it"),
         (b'{"text": "cat"}\n{"text":' + b"[" * 100_000, "line 2: no JSON object: brackets are"),
         (b'{"text": "cat"}\n["a"]\n', "line 2: no JSON object"),
@@ -154,7 +158,7 @@ def test_a_hostile_tool_costs_its_episode_a_text(pool, how, problem, said):
     assert asked(pool, 3, call("count"))["text"] > "0"
 
 
-def test_what_hangs_is_ended_and_others_go_on():
+def test_hanging_call_is_killed_and_other_episodes_continue():
     with AgentPool(config(timeout_s=4.0, tools=TOOLS, environments={}, default="")) as pool:
         mine = begin(names=TOOLS)
         pool.ask(1, mine, call("misbehave", how="hang"))
@@ -207,7 +211,7 @@ def test_many_episodes_are_coroutines_of_one_process():
         assert set(answers(pool, dict.fromkeys(range(64), call("meet", count=64)))) == set(
             range(64)
         )
-        assert len(pool._processes) == 1
+        assert len(pool._workers) == 1
         numbers = answers(pool, dict.fromkeys(range(64), call("draw")))
         first = dict.fromkeys(range(3), call("draw"))
         assert answers(alone, first) == {e: numbers[e] for e in first}
@@ -222,18 +226,60 @@ def test_many_episodes_are_coroutines_of_one_process():
             assert found[episode][1].startswith(numbers[episode][1][:-1])
         again = answers(pool, dict.fromkeys(range(4), call("draw")))
         assert again == {e: numbers[e] for e in range(4)}
-        assert len(pool._processes) == 1
+        assert len(pool._workers) == 1
         for episode in range(64):
             pool.end(episode)
-        assert not pool._processes
+        assert not pool._workers
+
+
+@pytest.mark.parametrize(
+    ("episodes_per_process", "content", "close", "end_problem"),
+    [
+        (1, "wait", "", None),
+        (64, "wait", "", None),
+        (64, "spin", "", None),
+        (64, "wait", "raise", "exception"),
+        (64, "wait", "hang", "timeout"),
+    ],
+)
+def test_an_environment_releases_its_resources_after_a_timeout(
+    tmp_path, episodes_per_process, content, close, end_problem
+):
+    environments = {"Lease": EnvironmentConfig(environment=f"{FILE}:Lease")}
+    settings = config(tools=(), environments=environments, default="", timeout_s=0.5)
+    leased = tmp_path / "leased"
+    start = begin("Lease", (), file=str(leased), close=close)
+    step = {"do": "step", "message": {"content": content}}
+    shared_settings = dataclasses.replace(settings, episodes_per_process=episodes_per_process)
+    with AgentPool(shared_settings) as pool:
+        assert asked(pool, 1, start, start) == {"messages": []}
+        assert leased.exists()
+        answer = asked(pool, 1, step, start)
+        assert answer["problem"] == "timeout" and answer.get("end_problem") == end_problem
+    # In a process of its own it is closed after the answer, at the latest with the pool.
+    assert leased.exists() == bool(close)
+
+
+@pytest.mark.parametrize("episodes_per_process", [1, 64])
+def test_the_end_of_a_pool_closes_the_environments(tmp_path, capfd, episodes_per_process):
+    environments = {"Lease": EnvironmentConfig(environment=f"{FILE}:Lease")}
+    settings = config(tools=(), environments=environments, default="")
+    files = [tmp_path / name for name in ("first", "second")]
+    settings = dataclasses.replace(settings, episodes_per_process=episodes_per_process)
+    with AgentPool(settings) as pool:
+        for episode, (file, close) in enumerate(zip(files, ("", "raise"), strict=True)):
+            start = begin("Lease", (), file=str(file), close=close)
+            asked(pool, episode, start, start)
+    assert [file.exists() for file in files] == [False, True]
+    assert "the lease cannot be given back" in capfd.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "request_of_one", [call("stall", how="deaf"), call("misbehave", how="leave")]
 )
-def test_what_ends_a_shared_process_costs_its_episodes_their_state(monkeypatch, request_of_one):
-    monkeypatch.setattr(agents_pool, "_START_ALLOWANCE_S", 1.0)
+def test_crash_of_a_shared_process_loses_only_its_episodes(monkeypatch, request_of_one):
+    monkeypatch.setattr(worker_pool, "_START_ALLOWANCE_S", 1.0)
     with shared() as pool:
         numbers = answers(pool, dict.fromkeys(range(3), call("draw")))
         (problem, said), *_ = answers(pool, {0: request_of_one}).values()
@@ -276,13 +322,13 @@ def test_environments_of_both_kinds(pool):
         ),
     ],
 )
-def test_what_cannot_be_used_is_named(settings, said):
+def test_unusable_tools_and_environments_are_named(settings, said):
     none = {"tools": (), "environments": {}, "default": ""}
     with pytest.raises(AgentError, match=said), AgentPool(config(**{**none, **settings})) as pool:
         pool.describe()
 
 
-def test_gymnasium():
+def test_gymnasium_environments_play_an_episode():
     lake = EnvironmentConfig(environment="gymnasium", address="FrozenLake-v1")
     with AgentPool(config(tools=(), environments={"lake": lake}, default="")) as pool:
         start = begin("lake", ())
@@ -304,7 +350,7 @@ ADDER = EnvironmentConfig(
 
 
 @pytest.mark.slow
-def test_mcp():
+def test_mcp_server_tools_are_called():
     """Results of every kind are whole, or named by a text."""
     settings = config(tools=(), environments={"adder": ADDER}, default="", timeout_s=60)
     with AgentPool(settings) as pool:
@@ -340,7 +386,7 @@ def test_mcp():
         assert answer("nothing") == {"text": ""}
         failed = {"problem": "exception", "text": f"RuntimeError: no file x\n{alt}"}
         assert answer("fail", kind="image") == failed
-        silent = "RuntimeError: the tool failed, and its server does not say why"
+        silent = "RuntimeError: the tool failed without an error message from its server"
         assert answer("fail", kind="") == {"problem": "exception", "text": silent}
         for name in ("end", "nothing"):
             said = answer(name)
@@ -356,8 +402,11 @@ def test_mcp():
         ("no_such_server --now", "does not answer: FileNotFoundError: "),
         ("http://127.0.0.1:9/mcp", "does not answer: ConnectError: "),
         ("http://", "does not answer: UnsupportedProtocol: "),
-        ("server 'a", "is no address and no command: No closing quotation; give http://... or a"),
-        (" ", "is no address and no command: it has no word; give http://... or a command"),
+        (
+            "server 'a",
+            "is neither an address nor a command: No closing quotation; give http://... or a",
+        ),
+        (" ", "is neither an address nor a command: it has no word; give http://... or a command"),
     ],
 )
 def test_an_absent_mcp_server_is_named(address, problem):

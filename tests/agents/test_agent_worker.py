@@ -283,7 +283,7 @@ def served():
 
 
 def request(connection, number, episode, do, **arguments):
-    send(connection, {"number": number, "episode": episode, "do": do, **arguments})
+    send(connection, {"number": number, "session": episode, "do": do, **arguments})
 
 
 START = {"environment": "", "kwargs": {}, "row": {}, "seed": 0}

@@ -5,11 +5,11 @@ import pathlib
 import pytest
 from chat_dialogues import TEMPLATES, tokenizer_of
 
-from jaxrl_llm.agents import agent_pool
 from jaxrl_llm.agents.agent_pool import AgentError
 from jaxrl_llm.agents.env_manager import EnvManager
 from jaxrl_llm.config.agent import AgentConfig, EnvironmentConfig
 from jaxrl_llm.data.tokenizer import character_tokenizer, prompt_text, prompt_tokens
+from jaxrl_llm.processes import worker_pool
 from jaxrl_llm.types import Prompt, PromptBatch
 
 FILE = pathlib.Path(__file__).with_name("user_tools.py")
@@ -143,7 +143,7 @@ def test_the_last_turn_is_judged_too(world):
 
 
 def test_an_environment_that_cannot_work_costs_its_episode(world, monkeypatch):
-    monkeypatch.setattr(agent_pool, "_START_ALLOWANCE_S", 0.0)
+    monkeypatch.setattr(worker_pool, "_START_ALLOWANCE_S", 0.0)
     begin(world, prompt(0, agent_name="Hostile"))
     assert said(world, 0, "hello") is None
     (log,) = world.finish()
@@ -155,7 +155,7 @@ def test_samples_that_begin_differently_are_refused(world):
         begin(world, prompt(4, agent_name="Moody"), n=2)
 
 
-def test_columns_of_rows(world):
+def test_columns_of_a_row_choose_its_tools_and_environment(world):
     def names(**info):
         found = world.template_options(info).get("tools", [])
         return [tool["function"]["name"] for tool in found]
@@ -164,7 +164,7 @@ def test_columns_of_rows(world):
     assert names(tool_selection=["add"]) == ["add"]
     assert names(agent_name="single_turn_agent") == []
     assert names(agent_name="Counter", tool_selection=[]) == ["increase"]
-    with pytest.raises(AgentError, match="'nobody' is no environment; known: Counter"):
+    with pytest.raises(AgentError, match="'nobody' is not an environment; known: Counter"):
         names(agent_name="nobody")
     hidden = {"add": {"execute_kwargs": {"b": 40}}}
     begin(world, prompt(tools_kwargs=hidden), prompt(agent_name="single_turn_agent"))

@@ -1,11 +1,20 @@
 """One episode without processes: the test plays the policy, the tools and the environment."""
 
 import dataclasses
+import pathlib
+import re
 
 import pytest
 
 from jaxrl_llm.agents.agent_pool import AgentError
-from jaxrl_llm.agents.episode import EPISODE_END, Episode, EpisodeContext, call_id
+from jaxrl_llm.agents.episode import (
+    ANSWER_PROBLEMS,
+    EPISODE_END,
+    ERROR_KINDS,
+    Episode,
+    EpisodeContext,
+    call_id,
+)
 from jaxrl_llm.config.agent import AgentConfig, EnvironmentConfig
 from jaxrl_llm.data.tokenizer import character_tokenizer, prompt_text, prompt_tokens
 from jaxrl_llm.types import Prompt
@@ -294,3 +303,35 @@ def test_the_reward_of_the_episode():
 
 def test_ids_of_calls_have_nine_characters():
     assert call_id(0) == "000000000" and call_id(12) == "000000012"
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_the_page_lists_every_kind_of_error():
+    page = (ROOT / "docs/agents.md").read_text()
+    table = page.partition("`tool_errors/KIND`:")[2].partition("\n\n")[2].partition("\n\n")[0]
+    kinds = re.findall("`([a-z_A-Z]+)`", "".join(row.split("|")[1] for row in table.split("\n")))
+    assert sorted(kinds) == sorted(ERROR_KINDS)
+
+
+def test_the_kinds_of_errors_are_those_of_the_code():
+    """Each is a literal beside the place where it is counted, or the problem of an answer."""
+    source = "".join(
+        (ROOT / "jaxrl_llm/agents" / name).read_text() for name in ("episode.py", "env_manager.py")
+    )
+    patterns = r'errors\["(\w+)"\] \+=', r'errors.update\(\{"(\w+)"', r'return "(\w+)", '
+    literals = {kind for pattern in patterns for kind in re.findall(pattern, source)}
+    answers = set(re.findall(r'_answer_errors\(answer, "(\w+)"', source))
+    assert literals == {kind for kind in ERROR_KINDS if "PROBLEM" not in kind} - {*ANSWER_PROBLEMS}
+    assert {f"{prefix}PROBLEM" for prefix in answers | {"end_"}} | literals | {
+        *ANSWER_PROBLEMS
+    } == set(ERROR_KINDS)
+
+
+def test_errors_of_closing_an_environment_are_counted():
+    made = episode("maze")
+    take(made, "done")
+    _, outcome = played(made.ask_step(), {"problem": "timeout", "end_problem": "exception"})
+    made.observe(outcome)
+    assert made.log.errors == {"timeout": 1, "end_exception": 1} and made.is_lost

@@ -51,7 +51,7 @@ def marks(following):
     return at, TOKENIZER.decode([token for token in following.tokens if token != IMAGE])
 
 
-def test_a_tool_shows_an_image_and_a_broken_one_is_told():
+def test_tool_returns_an_image_and_a_broken_one_is_reported():
     with EnvManager(CONFIG, TOKENIZER, PICTURES) as world:
         world.begin(PromptBatch((prompt(),)), 1)
         following = follows(world, call("draw"))
@@ -85,7 +85,7 @@ def test_an_environment_begins_and_goes_on_with_images():
 def test_a_model_of_text_is_shown_no_image():
     with EnvManager(CONFIG, TOKENIZER) as world:
         world.begin(PromptBatch((prompt(),)), 1)
-        with pytest.raises(AgentError, match="gave an image, but this run reads text alone"):
+        with pytest.raises(AgentError, match="returned an image, but this run is text-only"):
             follows(world, call("draw"))
 
 

@@ -1,17 +1,16 @@
 """Tools, environments and reward functions on the workers of a Ray cluster of this machine."""
 
+import dataclasses
 import os
 import signal
 
 import pytest
 
-from jaxrl_llm.agents.agent_pool import AgentPool
-from jaxrl_llm.agents.ray_agent_pool import RayAgentPool
+from jaxrl_llm.agents.agent_pool import AgentPool, make_agent_pool
 from jaxrl_llm.config import RewardsConfig
 from jaxrl_llm.config.agent import AgentConfig
-from jaxrl_llm.processes import ray_workers
+from jaxrl_llm.processes import ray_worker_pool
 from jaxrl_llm.rewards.functions import ARGUMENTS
-from jaxrl_llm.rewards.ray_reward_pool import RayRewardPool
 from jaxrl_llm.rewards.reward_pool import RewardCall, RewardError, RewardPool
 
 ray = pytest.importorskip("ray", reason="the extra [ray]")
@@ -110,7 +109,7 @@ def test_tools_answer_as_on_this_host(cluster, tools):
     requests = {e: called("misbehave", how=how) for e, how in enumerate(kinds)}
     requests |= {e: called("add", a=e, b=1) for e in range(4, 40)}
     again = {e: called("remember", text=str(e)) for e in range(8)}
-    with AgentPool(tools) as here, RayAgentPool(tools) as there:
+    with AgentPool(tools) as here, make_agent_pool(tools) as there:
         assert there.describe() == here.describe()
         found = [
             [asked(pool, tools, each) for each in (requests, again, again)]
@@ -124,10 +123,10 @@ def test_tools_answer_as_on_this_host(cluster, tools):
 
 
 def test_a_worker_that_dies_costs_its_episodes_their_state(cluster, tools):
-    with RayAgentPool(tools) as pool:
+    with make_agent_pool(tools) as pool:
         both = {e: called("remember", text="a") for e in range(2)}
         assert asked(pool, tools, both) == {key: {"text": '["a"]'} for key in range(2)}
-        ray.kill(pool._worker_of_episode[0])
+        ray.kill(pool._worker_of_session[0])
         said = {"problem": "ended", "text": "its Ray worker has ended; its state is lost"}
         assert asked(pool, tools, both) == {0: said, 1: {"text": '["a", "a"]'}}
         assert asked(pool, tools, {0: both[0]}) == {0: {"text": '["a"]'}}
@@ -141,11 +140,11 @@ def test_rewards_are_those_of_this_host(cluster, tmp_path):
     said = ["hang", "leave", "memory", *("x" * n for n in range(20))]
     calls = [RewardCall(name, i, "here", text, [1, 2], {"index": i}) for i, text in enumerate(said)]
     assert set(ARGUMENTS) < set(RewardCall.__annotations__)
-    with RewardPool([name], config) as here, RayRewardPool([name], config) as there:
+    local_config = dataclasses.replace(config, ray_workers=0)
+    with RewardPool([name], local_config) as here, RewardPool([name], config) as there:
         wanted, found = here.run(calls), there.run(calls)
         pids = [
-            ray.get(h.__ray_call__.remote(lambda actor: os.getpid()))
-            for h in there._ray_workers.handles
+            ray.get(h.__ray_call__.remote(lambda actor: os.getpid())) for h in there._pool.handles
         ]
         os.kill(pids[0], signal.SIGKILL)
         again = there.run(calls[3:])
@@ -159,11 +158,11 @@ def test_rewards_are_those_of_this_host(cluster, tmp_path):
         there.attempt(calls)
 
 
-def test_what_cannot_be_used_is_named(cluster, monkeypatch):
+def test_unusable_tools_are_named(cluster, monkeypatch):
     wrong = AgentConfig(tools=("nowhere:tool",), ray_workers=1)
-    with pytest.raises(ray_workers.RayWorkersError, match="cannot import module 'nowhere'"):
-        RayAgentPool(wrong)
-    monkeypatch.setattr(ray_workers, "START_TIMEOUT_S", 1.0)
+    with pytest.raises(ray_worker_pool.RayWorkersError, match="cannot import module 'nowhere'"):
+        make_agent_pool(wrong)
+    monkeypatch.setattr(ray_worker_pool, "START_TIMEOUT_S", 1.0)
     many = AgentConfig(tools=("calculator",), ray_workers=5)
-    with pytest.raises(ray_workers.RayWorkersError, match="it has 4 cores; use fewer"):
-        RayAgentPool(many)
+    with pytest.raises(ray_worker_pool.RayWorkersError, match="it has 4 cores; use fewer"):
+        make_agent_pool(many)

@@ -51,7 +51,7 @@ def test_an_answer_without_calls_is_text(name):
         ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{", "invalid JSON"),
     ],
 )
-def test_what_is_no_call_has_a_problem(name, text, problem):
+def test_malformed_calls_have_a_problem(name, text, problem):
     (call,) = FORMATS[name].parse(text, SCHEMAS).calls
     assert problem in call.problem
 
@@ -222,7 +222,7 @@ def test_values_without_quotes_have_the_type_of_their_schema(text, schema, value
 
 @hypothesis.settings(max_examples=150, deadline=None)
 @hypothesis.given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(PIECES)))
-def test_nothing_raises(name, pieces):
+def test_arbitrary_text_never_raises(name, pieces):
     turn = FORMATS[name].parse("".join(pieces), SCHEMAS)
     assert all(isinstance(call.arguments, dict) for call in turn.calls)
     json.dumps([call._asdict() for call in turn.calls], allow_nan=False).encode()
@@ -267,7 +267,7 @@ def test_the_setting_names_the_formats():
         ("llama3", ""),
     ],
 )
-def test_what_templates_write_is_read(template, name):
+def test_calls_rendered_by_templates_are_parsed(template, name):
     text = (TEMPLATES / f"{template}.jinja").read_text()
     assert format_name(text) == name
     if not name:

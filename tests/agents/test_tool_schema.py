@@ -129,7 +129,7 @@ def test_arguments_are_instances():
         ({"query": {"text": "a", "window": {"first": 1, "unit": "year"}}}, "query.window.unit"),
     ],
 )
-def test_what_does_not_fit_is_named(arguments, problem):
+def test_arguments_that_do_not_fit_are_named(arguments, problem):
     with pytest.raises(ValueError, match=re.escape(problem)):
         tool_schema.convert_arguments(find, arguments)
 

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import os
+import pathlib
 import random
 import signal
 import sys
@@ -203,6 +204,26 @@ class Hostile:
     def start(self, row):
         while True:
             pass
+
+
+class Lease:
+    """Holds a file until it is closed."""
+
+    def start(self, row):
+        self.row = row
+        pathlib.Path(row["file"]).touch()
+
+    async def step(self, message):
+        while message["content"] == "spin":
+            pass
+        await asyncio.sleep(1000)
+
+    async def close(self):
+        if self.row["close"] == "raise":
+            raise ConnectionError("the lease cannot be given back")
+        if self.row["close"] == "hang":
+            await asyncio.sleep(1000)
+        pathlib.Path(self.row["file"]).unlink()
 
 
 class Moody:

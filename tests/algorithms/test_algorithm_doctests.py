@@ -13,7 +13,7 @@ MODULES = [module.name for module in pkgutil.iter_modules(jaxrl_llm.algorithms._
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples(name):
+def test_docstring_examples_run(name):
     module = importlib.import_module(f"jaxrl_llm.algorithms.{name}")
     assert doctest.testmod(module).failed == 0
 

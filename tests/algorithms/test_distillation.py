@@ -35,7 +35,7 @@ def test_the_bucket_is_between_nothing_and_the_exact_kl(count):
     np.testing.assert_allclose(own, 0.0, atol=2e-5)
 
 
-def test_by_hand():
+def test_divergences_by_hand():
     # p = (1/2, 1/4) and 1/4 for the rest; q = (1/4, 1/2) and 1/4: 1/2 log 2 - 1/4 log 2.
     teacher = jnp.log(jnp.array([0.5, 0.25]))
     policy = jnp.log(jnp.array([0.25, 0.5, 0.25]))

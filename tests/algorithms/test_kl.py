@@ -50,7 +50,7 @@ def test_k3_is_bounded():
     np.testing.assert_array_equal(far, 10.0)
 
 
-def test_controllers():
+def test_kl_controllers_by_hand():
     adaptive = AlgorithmConfig(kl_controller="adaptive", kl_target=2.0, kl_horizon=100)
     # Relative errors: 0.1; -0.5 and 9, clipped to 0.2; 50 of 100 sequences.
     for current_kl, factor in ((2.2, 1.05), (1.0, 0.9), (20.0, 1.1)):

@@ -1,8 +1,11 @@
+import math
 import sys
+from typing import Annotated
 
 import pytest
 
-from jaxrl_llm.algorithms.lookup import call_by_name, resolve
+from jaxrl_llm.algorithms.lookup import FunctionError, call_by_name, hyperparameters, resolve
+from jaxrl_llm.config.validation import Range
 
 TABLE = {"one": lambda: 1}
 
@@ -53,7 +56,7 @@ def test_a_file_imports_what_lies_beside_it(tmp_path):
         ("math:pi", TypeError, "'math:pi' is a float, not a function"),
     ],
 )
-def test_errors(name, error, message):
+def test_lookup_errors_list_what_is_known(name, error, message):
     with pytest.raises(error, match=message):
         resolve(name, TABLE, "policy loss")
 
@@ -71,3 +74,66 @@ def test_arguments_are_passed_by_name():
 
     with pytest.raises(TypeError, match="positional-only"):
         call_by_name(positional, available, "here")
+
+
+def with_numbers(
+    rewards,
+    values=None,
+    flag=True,
+    mode="mean",
+    tau: Annotated[float, "half", Range("(0, 1]")] = 1,
+    scale: float = 2,
+    power=3,
+    rate=0.5,
+):
+    return tau, scale, power, rate
+
+
+def test_hyperparameters_are_the_numbers_of_a_signature():
+    found = hyperparameters(with_numbers)
+    assert {name: (each.kind, each.default, each.range.text) for name, each in found.items()} == {
+        "tau": (float, 1, "(0, 1]"),
+        "scale": (float, 2, "[-inf, inf]"),
+        "power": (int, 3, "[-inf, inf]"),
+        "rate": (float, 0.5, "[-inf, inf]"),
+    }
+
+
+@pytest.mark.parametrize(
+    "name, value, problem",
+    [
+        ("tau", 0.0, ["must be in (0, 1], got 0.0"]),
+        ("tau", 1.0, []),
+        ("power", 2.5, ["expected int, got 2.5"]),
+        ("power", math.inf, ["expected int, got inf"]),
+        ("power", 4.0, []),
+        ("rate", math.nan, ["must be in [-inf, inf], got nan"]),
+        ("rate", math.inf, []),
+    ],
+)
+def test_a_hyperparameter_has_the_rules_of_a_field(name, value, problem):
+    assert list(hyperparameters(with_numbers)[name].problems(value)) == problem
+
+
+def test_annotations_that_are_texts_are_evaluated(tmp_path):
+    path = tmp_path / "mine.py"
+    head = "from __future__ import annotations\nfrom typing import Annotated\n"
+    # Annotations of arrays may name what is imported for a type checker alone.
+    body = "def f(log_probs: Array, tau: Annotated[float, Range('(0, 1]')] = 0.5): ...\n"
+    path.write_text(f"{head}from jaxrl_llm.config.validation import Range\n{body}")
+    assert hyperparameters(resolve(f"{path}:f", {}))["tau"].range.text == "(0, 1]"
+    path.write_text(head + body)
+    unreadable = resolve(f"{path}:f", {})
+    with pytest.raises(FunctionError, match=r"here: the annotation .* of 'tau' .*: name 'Range'"):
+        call_by_name(unreadable, {"log_probs": 0}, "here", {"tau": 1.0})
+
+
+def test_settings_replace_defaults_and_keep_their_types():
+    def call(**settings):
+        return call_by_name(with_numbers, {"rewards": 0}, "here", settings)
+
+    assert call() == (1, 2, 3, 0.5)
+    found = call(tau=1, power=4.0, unknown=9.0, flag=0.0)
+    assert found == (1.0, 2, 4, 0.5) and [type(x) for x in found] == [float, int, int, float]
+    # What is available is no hyperparameter.
+    assert call_by_name(with_numbers, {"rewards": 0, "rate": 1}, "here", {"rate": 2.0})[3] == 1

@@ -12,6 +12,7 @@ from jaxrl_llm.algorithms.aggregation import (
     policy_loss,
 )
 from jaxrl_llm.algorithms.losses import (
+    POLICY_LOSS_INPUTS,
     bradley_terry,
     dpo,
     policy_objective,
@@ -53,6 +54,17 @@ def objective(config, log_probs, batch, selection=None, entropies=None):
 
 def gradient(config, log_probs, batch, **given):
     return jax.grad(lambda x: objective(config, x, batch, **given)[0])(log_probs)
+
+
+def every_input(**rest):
+    return jnp.zeros(()), dict.fromkeys(rest, 0.0)
+
+
+def test_inputs_of_a_loss_are_those_that_it_is_offered():
+    config = AlgorithmConfig(policy_loss=f"{__name__}:every_input")
+    _, metrics = objective(config, LOG_PROBS, minibatch())
+    offered = {name for name in metrics if not name.startswith("actor/")}
+    assert offered == POLICY_LOSS_INPUTS - {"log_ratios"}
 
 
 @pytest.mark.parametrize(
@@ -114,9 +126,10 @@ def test_one_token_by_hand(name, old, now, advantage, loss, slope):
 
 
 def test_dual_clip_can_be_off():
-    loss, slope = one_token("vanilla", 0.1, 0.5, -2.0, dual_clip=float("inf"))
+    off = {"dual_clip": float("inf")}
+    loss, slope = one_token("vanilla", 0.1, 0.5, -2.0, loss_args=off)
     np.testing.assert_allclose((loss, slope), (10.0, 10.0), rtol=1e-6)
-    assert np.isfinite(one_token("vanilla", 0.1, 0.5, 0.0, dual_clip=float("inf"))).all()
+    assert np.isfinite(one_token("vanilla", 0.1, 0.5, 0.0, loss_args=off)).all()
 
 
 def test_sapo_fades_out_instead_of_clipping():

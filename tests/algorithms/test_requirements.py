@@ -1,12 +1,14 @@
 """What a run has follows from what its functions read."""
 
+import math
+
 import jax
 import pytest
 
 from jaxrl_llm.algorithms import requirements
 from jaxrl_llm.config import AlgorithmConfig, ConfigError
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.config.recipes import ADVANTAGES, POLICY_LOSSES
+from jaxrl_llm.config.recipes import ADVANTAGES, POLICY_LOSSES, RECIPES
 from jaxrl_llm.learner import job_models, predict
 from jaxrl_llm.trainer import rl
 
@@ -23,14 +25,14 @@ def found(**settings):
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_of_every_advantage(name):
+def test_requirements_of_every_advantage(name):
     has = {"gae": {"critic"}, "remax": {"greedy_baseline"}}
     has |= {token_baseline: {"old_log_probs"} for token_baseline in TOKEN_BASELINES}
     assert found(advantage=name) == has.get(name, set())
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_of_every_policy_loss(name):
+def test_requirements_of_every_policy_loss(name):
     asked = {"old_log_probs"} if name in ("clip_cov", "kl_cov") else set()
     assert found(policy_loss=name) == asked
 
@@ -49,11 +51,14 @@ def test_of_every_policy_loss(name):
     ],
     ids=["kl_in_reward", "kl_in_loss", "correction", "rejections", "safe"],
 )
-def test_of_what_else_reads(settings, has):
+def test_requirements_of_other_settings(settings, has):
     assert found(**settings) == has
 
 
 USER = """
+from typing import Annotated
+from jaxrl_llm.config.validation import Range
+
 def plain(rewards, response_mask):
     return rewards, rewards
 
@@ -72,6 +77,15 @@ def with_rest(rewards, **rest):
 def unknown(rewards, prices):
     return rewards, rewards
 
+def with_args(log_probs, tau: Annotated[float, Range("(0, 1]")] = 0.5, power=1, **rest):
+    return sum([tau * log_probs.sum()] * power), {}
+
+def takes_input(log_probs, values=0.0):
+    return (log_probs - values).sum(), {}
+
+def unreadable(log_probs, tau: "Unknown" = 0.5):
+    return tau * log_probs.sum(), {}
+
 def near_reference(log_probs, ref_log_probs):
     return (log_probs - ref_log_probs).sum(), {}
 """
@@ -84,7 +98,7 @@ def mine(tmp_path):
     return lambda name: f"{path}:{name}"
 
 
-def test_of_users_functions(mine):
+def test_requirements_of_user_functions(mine):
     assert found(advantage=mine("plain")) == set()
     assert found(advantage=mine("with_values")) == {"critic"}
     assert found(advantage=mine("with_baselines")) == {"greedy_baseline"}
@@ -94,11 +108,106 @@ def test_of_users_functions(mine):
     assert found(policy_loss=mine("near_reference")) == {"reference"}
 
 
+DUAL_CLIP = "'vanilla' or 'dppo_tv' or 'dppo_kl'"
+
+
+@pytest.mark.parametrize(
+    "loss, loss_args, messages",
+    [
+        ("sapo", {"tau_pos": 0.0}, ["tau_pos: must be in [0.001, 1000], got 0.0"]),
+        (
+            "sapo",
+            {"tua_pos": 1.0, "tau_neg": math.nan},
+            [
+                "tua_pos: unknown hyperparameter of policy_loss='sapo'; did you mean 'tau_pos'?;"
+                " known: tau_pos, tau_neg",
+                "tau_neg: must be in [0.001, 1000], got nan",
+            ],
+        ),
+        (
+            "vanilla",
+            {"tau_pos": 1.0},
+            [
+                "tau_pos: a hyperparameter of policy_loss='sapo', not of 'vanilla'; remove it, or"
+                " choose that loss"
+            ],
+        ),
+        (
+            "gspo",
+            {"dual_clip": 3.0},
+            [
+                f"dual_clip: a hyperparameter of policy_loss={DUAL_CLIP}, not of 'gspo'; remove it,"
+                " or choose that loss"
+            ],
+        ),
+        ("gpg", {"x": 1.0}, ["x: unknown hyperparameter of policy_loss='gpg'; known: none"]),
+        # Also of the selection of tokens.
+        ("clip_cov", {"high": math.inf, "share": 2.0}, ["share: must be in [0, 1], got 2.0"]),
+        ("kl_cov", {"coef": -1.0}, ["coef: must be in [0, 1000], got -1.0"]),
+        ("vanilla", {"dual_clip": 1.0}, ["dual_clip: must be in (1, inf] (inf: off), got 1.0"]),
+    ],
+)
+def test_arguments_of_a_loss_are_checked_against_its_signature(loss, loss_args, messages):
+    config = AlgorithmConfig(policy_loss=loss, loss_args=loss_args)
+    assert list(config.problems()) == []
+    with pytest.raises(ConfigError) as raised:
+        requirements.check_functions(config)
+    assert list(raised.value.problems) == [f"config.algorithm.loss_args.{m}" for m in messages]
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_defaults_of_losses_are_within_their_ranges(loss):
+    full = requirements.with_loss_defaults(AlgorithmConfig(policy_loss=loss))
+    requirements.check_functions(full)
+    assert full.loss_args.keys() == requirements.loss_hyperparameters(loss).keys()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_set_arguments_of_their_loss(recipe):
+    config = from_config_dict({**VALUES, "algorithm": {"recipe": recipe}, **SAFE}).algorithm
+    requirements.check_functions(config)
+    assert config.loss_args == ({"dual_clip": 10.0} if recipe == "dapo" else {})
+
+
+def test_arguments_of_a_users_loss(mine):
+    def problems(name, **loss_args):
+        config = AlgorithmConfig(policy_loss=mine(name), loss_args=loss_args)
+        try:
+            requirements.check_functions(config)
+        except ConfigError as error:
+            return [text.removeprefix("config.algorithm.") for text in error.problems]
+        return []
+
+    assert problems("with_args", tau=0.5, power=2.0) == []
+    assert problems("with_args", tau=2.0, power=2.5) == [
+        "loss_args.tau: must be in (0, 1], got 2.0",
+        "loss_args.power: expected int, got 2.5",
+    ]
+    # What has **rest gets inputs, no names that it does not spell.
+    (said,) = problems("with_args", pover=2.0)
+    assert said.endswith("; did you mean 'power'?; known: tau, power")
+    # `values` is an input, which no setting replaces.
+    (said,) = problems("takes_input", values=1.0)
+    assert "values: unknown hyperparameter of policy_loss=" in said
+    assert said.endswith("; known: none") and problems("takes_input") == []
+    config = AlgorithmConfig(policy_loss=mine("takes_input"))
+    assert requirements.with_loss_defaults(config) == config
+    for loss_args in ({}, {"tau": 1.0}):
+        (said,) = problems("unreadable", **loss_args)
+        assert said.startswith("policy_loss='") and "the annotation 'Unknown' of 'tau'" in said
+
+
 VALUES = {
     "model": {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1},
     "rewards": {"functions": {"answer": {"function": "arithmetic"}}},
     "rollout": {"max_response_tokens": 16},
     "placement": {"choice": "standalone"},
+}
+SAFE = {
+    "rewards": {
+        "functions": {"answer": {"function": "arithmetic"}},
+        "cost_functions": {"cost": {"function": "length"}},
+    }
 }
 
 
@@ -121,14 +230,14 @@ def test_a_run_gets_the_critic_that_a_users_advantage_reads(mine):
     ],
 )
 @pytest.mark.parametrize("choice", ["colocate", "standalone"])
-def test_what_there_is_not_is_refused_before_any_work(name, message, choice, mine, tmp_path):
+def test_missing_inputs_are_refused_before_any_work(name, message, choice, mine, tmp_path):
     values = {**VALUES, "placement": {"choice": choice}, "algorithm": {"advantage": mine(name)}}
     with pytest.raises(ConfigError, match=f"config.algorithm.advantage.*{message}"):
         rl.train(from_config_dict(values), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_what_does_not_go_together_is_named(mine):
+def test_incompatible_choices_are_named(mine):
     requirements.check_functions(NOTHING)
     for settings, path, message in (
         ({"safe": True}, "safe", "set advantage='gae'"),

@@ -13,12 +13,15 @@ MASK = jnp.arange(40) < jnp.array([[40], [25], [0], [33]])
 DRAW = np.random.default_rng(0)
 LOG_PROBS = jnp.asarray(-DRAW.exponential(1.0, MASK.shape), jnp.float32)
 ADVANTAGES = jnp.asarray(DRAW.normal(size=MASK.shape), jnp.float32)
-WIDE = dict(clip_cov_low=-99.0, clip_cov_high=99.0, clip_cov_share=0.1, kl_cov_share=0.1)
+WIDE = {
+    "clip_cov": {"low": -99.0, "high": 99.0, "share": 0.1},
+    "kl_cov": {"share": 0.1},
+}
 
 
-def chosen(name, log_probs=LOG_PROBS, advantages=ADVANTAGES, mask=MASK, seed=0, **settings):
+def chosen(name, log_probs=LOG_PROBS, advantages=ADVANTAGES, mask=MASK, seed=0, **loss_args):
     fields = dict(loss_mask=mask, advantages=advantages, old_log_probs=log_probs)
-    config = AlgorithmConfig(policy_loss=name, **(WIDE | settings))
+    config = AlgorithmConfig(policy_loss=name, loss_args=WIDE.get(name, {}) | loss_args)
     return np.asarray(
         select(
             config,
@@ -38,7 +41,7 @@ def test_a_tenth_of_the_tokens_is_chosen(name):
 
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_at_least_one_token_is_chosen(name):
-    assert chosen(name, clip_cov_share=1e-6, kl_cov_share=1e-6).sum() == 1
+    assert chosen(name, share=1e-6).sum() == 1
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
@@ -66,7 +69,7 @@ def test_kl_cov_takes_the_largest_covariances():
 def test_clip_cov_draws_by_its_key_and_between_its_bounds():
     np.testing.assert_array_equal(chosen("clip_cov"), chosen("clip_cov"))
     assert (chosen("clip_cov") != chosen("clip_cov", seed=1)).any()
-    few = chosen("clip_cov", clip_cov_low=1.0, clip_cov_high=2.0, clip_cov_share=1.0)
+    few = chosen("clip_cov", low=1.0, high=2.0, share=1.0)
     valid = np.asarray(MASK)
     advantages, log_probs = np.asarray(ADVANTAGES), np.asarray(LOG_PROBS)
     covariances = (advantages - advantages[valid].mean()) * (log_probs - log_probs[valid].mean())
@@ -81,7 +84,8 @@ def test_clip_cov_leaves_out_what_the_ratio_clip_stops():
         advantages=jnp.ones((1, 2)),
         old_log_probs=jnp.array([[-1.0, -2.0]]),  # ratio e at a positive advantage
     )
-    config = AlgorithmConfig(policy_loss="clip_cov", **(WIDE | dict(clip_cov_share=1.0)))
+    loss_args = WIDE["clip_cov"] | {"share": 1.0}
+    config = AlgorithmConfig(policy_loss="clip_cov", loss_args=loss_args)
     selection = select(
         config,
         log_probs,

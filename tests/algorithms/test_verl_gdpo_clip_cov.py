@@ -28,7 +28,7 @@ CLOSE = dict(rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name, mask", [("gdpo", "response_mask"), ("gdpo_tool", "tool_mask")])
-def test_gdpo(name, mask):
+def test_gdpo_equals_verl(name, mask):
     mask = IN[mask] > 0
     advantages, returns = estimate(
         AlgorithmConfig(advantage="gdpo"),
@@ -50,9 +50,11 @@ def clip_cov(name, share):
         aggregation="token-mean",
         clip_low=SETTINGS["clip_low"],
         clip_high=SETTINGS["clip_high"],
-        clip_cov_low=SETTINGS["clip_cov_lb"],
-        clip_cov_high=SETTINGS["clip_cov_ub"],
-        clip_cov_share=share,
+        loss_args={
+            "low": SETTINGS["clip_cov_lb"],
+            "high": SETTINGS["clip_cov_ub"],
+            "share": share,
+        },
     )
     minibatch = dataclasses.replace(
         Minibatch.zeros(*MASK.shape),
@@ -68,7 +70,7 @@ def clip_cov(name, share):
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "clip_cov_is", "clip_cov_seq"])
-def test_clip_cov(name):
+def test_clip_cov_equals_verl(name):
     config, minibatch, chosen = clip_cov(name, share=SETTINGS["clip_cov_ratio"])
     np.testing.assert_array_equal(chosen, GOLDENS[f"candidates/{name}"])
 

@@ -51,26 +51,32 @@ def names(section):
     return sorted({key.split("/")[1] for key in GOLDENS if key.startswith(f"{section}/")})
 
 
+DUAL_CLIP = {"dual_clip": SETTINGS["clip_c"]}
+LOSS_ARGS = {
+    **dict.fromkeys(("vanilla", "dppo_tv", "dppo_kl"), DUAL_CLIP),
+    "sapo": {"tau_pos": SETTINGS["tau_pos"], "tau_neg": SETTINGS["tau_neg"]},
+    "dro": {"beta": SETTINGS["dro_beta"]},
+    "kl_cov": {
+        "share": SETTINGS.get("kl_cov_ratio", 0.1),
+        "coef": SETTINGS.get("kl_cov_coef", 0.5),
+    },
+}
+
+
 def settings(**changes):
     config = dict(
         gamma=SETTINGS["gamma"],
         gae_lambda=SETTINGS["lam"],
         clip_low=SETTINGS["clip_low"],
         clip_high=SETTINGS["clip_high"],
-        dual_clip=SETTINGS["clip_c"],
         value_clip=SETTINGS["cliprange_value"],
         correction_high=SETTINGS["is_threshold"],
-        sapo_tau_pos=SETTINGS["tau_pos"],
-        sapo_tau_neg=SETTINGS["tau_neg"],
-        dro_beta=SETTINGS["dro_beta"],
-        kl_cov_share=SETTINGS.get("kl_cov_ratio", 0.1),
-        kl_cov_coef=SETTINGS.get("kl_cov_coef", 0.5),
     )
     return AlgorithmConfig(**(config | changes))
 
 
 @pytest.mark.parametrize("name", names("adv"))
-def test_advantages(name):
+def test_advantages_equal_verl(name):
     estimator = name.removesuffix("_tool").removesuffix("_nostd")
     mask = IN["tool_mask"] > 0 if name.endswith("_tool") else MASK
     dense = estimator in ("gae", "reinforce_plus_plus")
@@ -95,14 +101,14 @@ def test_advantages(name):
 
 
 @pytest.mark.parametrize("mode", names("agg"))
-def test_aggregations(mode):
+def test_aggregations_equal_verl(mode):
     denominators = minibatch_denominators(MASK, float(SETTINGS["loss_scale_factor"]))
     ours = AGGREGATIONS[mode](IN["log_probs"], MASK, denominators)
     np.testing.assert_allclose(ours, GOLDENS[f"agg/{mode}/0"], **CLOSE)
 
 
 @pytest.mark.parametrize("name", names("pg"))
-def test_policy_losses(name):
+def test_policy_losses_equal_verl(name):
     loss, weights, advantages = name, jnp.ones(MASK.shape), IN["advantages"]
     if name.endswith("_seq"):
         loss, advantages = name.removesuffix("_seq"), IN["sequence_advantages"]
@@ -112,7 +118,7 @@ def test_policy_losses(name):
             settings(correction="token"), IN["old_log_probs"], IN["rollout_log_probs"], MASK
         )
     aggregation = "seq-mean-token-mean" if loss in SEQUENCE_MEAN else "token-mean"
-    config = settings(policy_loss=loss, aggregation=aggregation)
+    config = settings(policy_loss=loss, aggregation=aggregation, loss_args=LOSS_ARGS.get(loss, {}))
     zeros = jnp.zeros(MASK.shape)
     minibatch = Minibatch(
         tokens=jnp.zeros(MASK.shape, jnp.int32),
@@ -139,7 +145,7 @@ def test_policy_losses(name):
 
 
 @pytest.mark.parametrize("name", names("kl"))
-def test_kl_estimators(name):
+def test_kl_estimators_equal_verl(name):
     def estimator(log_probs):
         return estimated_kl(name, log_probs, IN["ref_log_probs"])
 
@@ -152,7 +158,7 @@ def test_kl_estimators(name):
 
 
 @pytest.mark.parametrize("name", names("value"))
-def test_value_loss(name):
+def test_value_loss_equals_verl(name):
     def loss(values):
         return value_loss(
             settings(),
@@ -170,7 +176,7 @@ def test_value_loss(name):
 
 
 @pytest.mark.parametrize("name", names("is"))
-def test_correction_weights(name):
+def test_correction_weights_equal_verl(name):
     config = settings(
         correction=name.removesuffix("_bn"), correction_normalize=name.endswith("_bn")
     )
@@ -180,7 +186,7 @@ def test_correction_weights(name):
 
 
 @pytest.mark.parametrize("name", names("rs"))
-def test_rejections(name):
+def test_rejections_equal_verl(name):
     low, high = REJECTIONS[name]
     config = settings(rejections=(name,), rejection_lows=(low,), rejection_highs=(high,))
     _, loss_mask, _ = correct(config, IN["old_log_probs"], IN["rollout_log_probs"], MASK)
@@ -188,7 +194,7 @@ def test_rejections(name):
 
 
 @pytest.mark.parametrize("name", names("kl_controller"))
-def test_kl_controller(name):
+def test_kl_controller_equals_verl(name):
     config = settings(kl_controller=name, kl_target=6.0, kl_horizon=10_000)
     coefficient, coefficients = 0.2, []
     for current_kl in (3.0, 9.0, 30.0, 0.1):

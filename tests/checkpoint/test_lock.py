@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from jaxrl_llm.checkpoint.lock import LOCK_FILE, OccupiedError, exclusive_lock
+from jaxrl_llm.checkpoint.lock import LOCK_FILE, LockError, OccupiedError, exclusive_lock, is_held
 
 HOLDER = """
 import pathlib, sys, time
@@ -75,3 +75,37 @@ def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, capl
     with caplog.at_level(logging.WARNING), exclusive_lock(tmp_path):
         pass
     assert "no locks here" in caplog.text
+
+
+def test_only_a_lock_of_another_holder_is_held(tmp_path):
+    assert not is_held(tmp_path)
+    (tmp_path / LOCK_FILE).touch()
+    assert not is_held(tmp_path)
+    with exclusive_lock(tmp_path):
+        assert is_held(tmp_path)
+    assert not is_held(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "number, remedy",
+    [
+        (errno.ENOLCK, "use a --workdir on a file system with locks"),
+        (errno.EIO, "make it readable for this user"),
+    ],
+)
+def test_a_lock_that_cannot_be_tested_is_an_error(tmp_path, monkeypatch, number, remedy):
+    def fail(file, how):
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / LOCK_FILE).touch()
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(LockError) as raised:
+        is_held(tmp_path)
+    for part in (str(tmp_path / LOCK_FILE), os.strerror(number), remedy):
+        assert part in str(raised.value)
+
+
+def test_a_folder_in_place_of_the_lock_is_an_error(tmp_path):
+    (tmp_path / LOCK_FILE).mkdir()
+    with pytest.raises(LockError, match="Is a directory; so it is unknown whether a run writes"):
+        is_held(tmp_path)

@@ -278,7 +278,7 @@ def test_a_step_that_is_damaged_twice_is_stepped_over_twice(tmp_path):
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_what_is_killed_just_before_it_gets_its_name_is_none(tmp_path, monkeypatch, sealed):
+def test_checkpoint_killed_before_its_rename_does_not_exist(tmp_path, monkeypatch, sealed):
     folder, state, write = tmp_path / "run", {"w": jnp.arange(8.0)}, seal.write_seal
     killed: list[pathlib.Path] = []
 

@@ -1,5 +1,6 @@
 """The command line: what it accepts, refuses and shows, before any library is loaded."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -52,7 +53,7 @@ def test_options_are_typed():
 
 def test_each_mistake_is_named_with_its_remedy():
     assert problems(TrainOptions, CONFIG) == [
-        "--workdir: required: Folder of the job, made if missing."
+        "--workdir: required: Folder of the job, made if missing; also gs:// or s3://."
     ]
     (said,) = problems(TrainOptions, CONFIG, "--workdir=w", "--config.trainer.minibatch_size=48")
     assert said.startswith("config.trainer.minibatch_size: 48 does not divide")
@@ -90,7 +91,7 @@ def test_the_overview_fits_a_narrow_screen():
         (["train", "--help"], 0, "--workdir=TEXT"),
         (["--version"], 0, "."),
         (["trian"], 1, "error: 'trian' is no command; did you mean 'train'?"),
-        (["export", "--workdir=a"], 1, "--out: required"),
+        (["export", "--workdir=a"], 1, "--out: give a folder to write, or --to=org/name"),
         (["completion", "bash"], 0, "complete -o filenames"),
         (["completion", "fish"], 1, "jaxrl_llm completion bash"),
     ],
@@ -149,12 +150,26 @@ def test_a_dry_run_allocates_nothing_and_prints_a_config(monkeypatch, capsys, tm
     ).config
     assert isinstance(again, RLConfig) and isinstance(first, RLConfig)
     assert again.trainer.max_tokens_per_microbatch > 0  # chosen by the plan
-    assert (again.seed, again.rewards, again.algorithm) == (7, first.rewards, first.algorithm)
+    assert (again.seed, again.rewards) == (7, first.rewards)
+    # Hyperparameters that the loss has by default are shown too.
+    assert again.algorithm == dataclasses.replace(first.algorithm, loss_args={"dual_clip": 3.0})
 
     workdir.mkdir()
     (workdir / "metrics.jsonl").write_text("{}")
     assert main(monkeypatch, *words) == 1
     assert "holds metrics.jsonl but no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_arguments_of_another_loss_are_refused_before_any_work(
+    monkeypatch, capsys, tmp_path, command
+):
+    words = [command, CONFIG, "--config.algorithm.loss_args.tau_pos=1.2"]
+    words += [f"--workdir={tmp_path / 'run'}"] if command == "train" else []
+    assert main(monkeypatch, *words) == 1
+    said = capsys.readouterr().err
+    assert "config.algorithm.loss_args.tau_pos: a hyperparameter of policy_loss='sapo'" in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_completion_knows_flags_and_keys():

@@ -32,7 +32,7 @@ def test_each_says_its_task_and_its_machine_or_size():
         assert row.task and row.machine, name
 
 
-def test_the_list(capsys):
+def test_starters_are_listed(capsys):
     code, out, _ = commands.call(capsys, "configs")
     assert code == 0 and "grpo_tiny " in out
     assert "planned: 8 x v5p (fsdp 8): 52.0 of 95.7 GiB a device" in out
@@ -67,14 +67,14 @@ def test_a_copy_to_edit(capsys, tmp_path):
         ("grpo_tiny", ["a.py", "b.py"], "takes a starter config and a file, got 3"),
     ],
 )
-def test_what_cannot_be_copied(capsys, tmp_path, name, files, problem):
+def test_starters_that_cannot_be_copied(capsys, tmp_path, name, files, problem):
     (tmp_path / "there.py").write_text("mine")
     assert problem in commands.refused(capsys, "new", name, *(tmp_path / file for file in files))
     assert (tmp_path / "there.py").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["there.py"]
 
 
-def test_a_misspelt_name_is_told(capsys, tmp_path):
+def test_misspelt_starter_gets_a_suggestion(capsys, tmp_path):
     said = commands.refused(capsys, "train", "--config=gpro_tiny", f"--workdir={tmp_path / 'run'}")
     assert "--config: gpro_tiny: no such file; did you mean the starter config 'grpo_tiny'?" in said
     assert "`jaxrl_llm configs` lists" in said

@@ -2,7 +2,10 @@
 
 import pytest
 
+from jaxrl_llm.commands import command_line
+from jaxrl_llm.commands.options import PlanOptions
 from jaxrl_llm.config.flags import unknown_overrides
+from jaxrl_llm.errors import ConfigError
 
 GOOD = """from jaxrl_llm.config.bridge import default_config_dict
 def get_config(size="small"):
@@ -35,7 +38,7 @@ def test_a_config_file_that_cannot_be_read_is_named_with_its_line(tmp_path, cont
 
 
 @pytest.mark.parametrize("name", ["absent.py", "", "a\0b", "x" * 5000])
-def test_a_config_file_that_is_not_there(tmp_path, name):
+def test_missing_config_file_is_named(tmp_path, name):
     (said,) = unknown_overrides(["train.py", "--config", f"{tmp_path}/{name}"])
     assert ": no such file; " in said and said.endswith("lists those that come with the package")
 
@@ -47,3 +50,46 @@ def test_overrides_of_an_entry_that_the_file_has(tmp_path):
     assert unknown_overrides(["train.py", f"--config={file}:large", f"{key}.weight=2"]) == []
     (said,) = unknown_overrides(["train.py", f"--config={file}", f"{key}.wait=2"])
     assert said.startswith("config.rewards.functions.answer.wait: unknown field")
+
+
+@pytest.mark.parametrize(
+    "file, words, loss_args",
+    [
+        ("", ["tau_pos=1.2"], {"tau_pos": 1.2}),
+        ("", ["tau_pos=2", "tau_neg=inf"], {"tau_pos": 2.0, "tau_neg": float("inf")}),
+        # Over the entries of the file, in Python and in YAML; 3 is a whole number there.
+        ("{'tau_pos': 3}", ["tau_pos=0.5"], {"tau_pos": 0.5}),
+        ("{'tau_pos': 3}", ["tau_neg=0.5"], {"tau_pos": 3.0, "tau_neg": 0.5}),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["py", "yaml"])
+def test_loss_arguments_on_the_command_line(tmp_path, suffix, file, words, loss_args):
+    text = GOOD.replace(
+        "    return", f"    config.algorithm.loss_args = {file or '{}'}\n    return"
+    )
+    if suffix == "yaml":
+        text = f"algorithm: {{loss_args: {file or '{}'}}}\n".replace("'", "")
+        text += "rewards: {functions: {answer: {function: arithmetic}}}\n"
+    (tmp_path / f"run.{suffix}").write_text(text)
+    flags = [f"--config={tmp_path}/run.{suffix}"]
+    flags += [f"--config.algorithm.loss_args.{word}" for word in words]
+    config = command_line.parse(PlanOptions, flags).config
+    assert config.algorithm.loss_args == loss_args
+
+
+def test_a_whole_group_of_loss_arguments_on_the_command_line(tmp_path):
+    (tmp_path / "run.py").write_text(GOOD)
+    flag = "--config.algorithm.loss_args={'tau_pos': 1.2}"
+    config = command_line.parse(PlanOptions, [f"--config={tmp_path}/run.py", flag]).config
+    assert config.algorithm.loss_args == {"tau_pos": 1.2}
+
+
+def test_a_loss_argument_is_a_number(tmp_path):
+    (tmp_path / "run.py").write_text(GOOD)
+    for word, message in (
+        ("tau_pos=x", "--config.algorithm.loss_args.tau_pos=x"),
+        ("tau_pos.x=1", "config.algorithm.loss_args.tau_pos is float and has no fields"),
+    ):
+        flags = [f"--config={tmp_path}/run.py", f"--config.algorithm.loss_args.{word}"]
+        with pytest.raises(ConfigError, match=message):
+            command_line.parse(PlanOptions, flags)

@@ -1,16 +1,22 @@
 """No dead keys: each key of each job, set to another value, changes what the job is made of."""
 
-import copy
+import ast
+import fnmatch
 import functools
 import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import config_probes as probe
 import jax
 import numpy as np
 import pytest
-from config_fields import listed
+from config_fields import build, declared, other_value, value_at
 
-from jaxrl_llm.config.bridge import JOBS, from_config_dict
+from jaxrl_llm.algorithms.requirements import loss_hyperparameters
+from jaxrl_llm.config.bridge import JOBS
+from jaxrl_llm.config.recipes import POLICY_LOSSES
 from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.errors import UserError
 
@@ -24,518 +30,308 @@ SMALL = {
     "data.arithmetic_train_prompts": 12,
     "data.arithmetic_eval_prompts": 4,
     "data.max_prompt_tokens": 32,
+    "trainer.num_steps": 4,
 }
-BASE = {
-    "rl": {
-        **SMALL,
-        "algorithm.recipe": "ppo",
-        "algorithm.samples_per_prompt": 2,
-        "algorithm.kl_coef": 0.5,
-        "rollout.max_response_tokens": 16,
-        "rollout.num_slots": 8,
-        "trainer.prompts_per_step": 4,
-        "trainer.max_tokens_per_microbatch": 64,
-        "trainer.num_steps": 4,
-        "rewards.functions": {"NAME": {"function": "arithmetic"}},
-    },
-    "sft": {**SMALL, "job": "sft", "trainer.num_steps": 4},
-    "dpo": {**SMALL, "job": "dpo", "trainer.num_steps": 4},
-    "reward_model": {**SMALL, "job": "reward_model", "trainer.num_steps": 4},
+BASE = {job: SMALL | {"job": job} for job in JOBS}
+BASE["rl"] |= {
+    "algorithm.recipe": "ppo",
+    "algorithm.samples_per_prompt": 2,
+    "algorithm.kl_coef": 0.5,
+    "rollout.max_response_tokens": 16,
+    "rollout.num_slots": 8,
+    "trainer.prompts_per_step": 4,
+    "trainer.max_tokens_per_microbatch": 64,
+    "rewards.functions": {"NAME": {"function": "arithmetic"}},
 }
-JUDGE = {"rewards.functions": {}, "rewards.models": {"NAME": {}}, "preference.num_steps": 1}
-ANSWER = {"rewards.functions": {"answer": {"function": "arithmetic"}}}
-COST = {**ANSWER, "rewards.cost_models": {"NAME": {}}, "preference.num_steps": 1}
-COSTS = {**ANSWER, "rewards.cost_functions": {"NAME": {"function": "length"}}}
-TOOLS = {"agent.tools": ("calculator",)}
-MATH = {"rewards.functions": {"NAME": {"function": "math"}}}
-WORLD = {"agent.environments": {"NAME": {"environment": "games:Game", "address": "here"}}}
-TAUGHT = {"distillation.teachers": {"NAME": {"path": "nowhere"}}}
-AHEAD = {"trainer.sampling": "async"}
-SAFE = {"algorithm.safe": True, **COSTS}
-GROUPS = {"algorithm.recipe": "grpo"}
-CORRECTED = {**GROUPS, "algorithm.correction": "token"}
-MASKED = {**CORRECTED, "algorithm.correction_mode": "mask"}
-REJECTED = {
-    **GROUPS,
-    "algorithm.rejections": ("token_k1",),
-    "algorithm.rejection_lows": (0.5,),
-    "algorithm.rejection_highs": (2.0,),
+# What must be set besides for a key to matter. "FILE" and "PROMPTS" are files with rows, "FOLDER"
+# is a folder with a tokenizer.
+TRAIN_FILE = {"data.train_files": ("a.jsonl",)}
+FILES = TRAIN_FILE | {"data.task": "files", "data.eval_files": ("b.jsonl",)}
+READ = FILES | {"data.train_files": ("FILE",)}
+READ_BOTH = READ | {"data.eval_files": ("FILE",)}
+MIXTURE = FILES | {
+    "data.train_files": ("PROMPTS", "FILE"),
+    "data.eval_files": ("PROMPTS",),
+    "data.train_weights": (3.0, 1.0),
 }
-ADAPTIVE = {"algorithm.kl_controller": "adaptive", "algorithm.kl_estimator": "k3"}
-DYNAMIC = {**GROUPS, "algorithm.dynamic_sampling": True}
+ANSWERS = READ_BOTH | {"data.columns": {"answer": "completion"}}
+UNNAMED = READ_BOTH | {"data.train_files": ("BARE",)}
+MOVING = MIXTURE | {"data.last_train_weights": (0.0, 1.0), "data.last_train_weights_after": 4}
+SHORT = {"data.max_prompt_tokens": 8}
+FOLDER = {"model.tokenizer": "FOLDER"}
+CURRICULUM = {"curriculum.choice": "success"}
+IMAGES = {"model.family": "qwen2_5_vl"}
+EXPERTS = {"model.family": "mixtral"}
+LAYERS = {"model.num_layers": 4, "mesh.fsdp": 1, "mesh.tensor": -1}
+STAGES = LAYERS | {"mesh.stage": 2}
+ADAPTERS = {"lora.rank": 2}
 ROLES = dict.fromkeys(("policy", "critic", "reference", "reward"), "NAME") | {"rollout": "other"}
+OTHER_ROLES = ROLES | {"critic": "other"}
 POOLS = {
     "placement.choice": "by_hand",
     "placement.pools": {"NAME": {"devices": 4}, "other": {"devices": 4}},
     "placement.roles": ROLES,
 }
-FREE = {**POOLS, "mesh.data": -1, "mesh.fsdp": 1}
-ALONE = dict.fromkeys(ROLES, "NAME")
-LAYERS = {"model.num_layers": 4, "mesh.fsdp": 1, "mesh.tensor": -1}
-LONG = {"algorithm.overlong_buffer_tokens": 12}
-HELD_OUT = {"evaluation.functions": {"NAME": {"function": "arithmetic"}}}
-WARM = {"warm_start.num_steps": 2}
-FILES = {"data.task": "files", "data.train_files": ("a.jsonl",), "data.eval_files": ("b.jsonl",)}
-READ = FILES | {"data.train_files": ("FILE",)}
-MIXTURE = {
-    "data.task": "files",
-    "data.train_files": ("PROMPTS", "FILE"),
-    "data.eval_files": ("PROMPTS",),
-    "data.train_weights": (3.0, 1.0),
-}
-MOVING = MIXTURE | {"data.last_train_weights": (0.0, 1.0), "data.last_train_weights_after": 4}
-CHOSEN = {"curriculum.choice": "success"}
-SPREAD = {"alerts.constant_reward.limit": 1.0}
+ONE_POOL = POOLS | {"placement.pools": {"NAME": {"devices": 8}}}
+ONE_POOL |= LAYERS | {"placement.roles": dict.fromkeys(ROLES, "NAME")}
+FREE = {"mesh.data": -1, "mesh.fsdp": 1}
+FREE_POOLS = POOLS | FREE
 BEST = {"checkpoint.best_metric": "quality"}
-
-
-def loss(name, **changed):
-    return {"algorithm.policy_loss": name, "algorithm.kl_in": "none", **changed}
-
-
-# Probe, another value, and what else must be set for the key to matter. "FILE" and "FOLDER" are
-# a file with rows and a folder with a tokenizer.
-DATA = {
-    "config.seed": (probe.prompts, 1),
-    "config.data.task": (probe.prompts, "files", {"data.train_files": ("a.jsonl",)}),
-    "config.data.train_files": (probe.prompts, ("none.jsonl",), FILES),
-    "config.data.stream": (probe.prompts, True, MIXTURE),
-    "config.data.train_weights": (probe.prompts, (1.0, 5.0), MIXTURE),
-    "config.data.last_train_weights": (probe.prompts, (1.0, 5.0), MOVING),
-    "config.data.last_train_weights_after": (probe.prompts, 1, MOVING),
-    "config.data.eval_files": (
-        probe.prompts,
-        ("none.jsonl",),
-        FILES | {"data.train_files": ("FILE",)},
-    ),
-    "config.data.prompt_column": (
-        probe.prompts,
-        "question",
-        READ | {"data.eval_files": ("FILE",)},
-    ),
-    "config.data.role_aliases": (
-        probe.prompts,
-        ("user:system",),
-        READ | {"data.eval_files": ("FILE",)},
-    ),
-    "config.data.max_prompt_tokens": (probe.prompts, 8),
-    "config.data.long_rows": (probe.prompts, "left", {"data.max_prompt_tokens": 8}),
-    "config.data.rewritten_turns": (probe.turns, "whole"),
-    "config.data.shuffle": (probe.prompts, False),
-    "config.data.chat_template": (probe.prompts, False),
-    "config.data.num_workers": (probe.prompts, 2),
-    "config.data.arithmetic_terms": (probe.prompts, 4),
-    "config.data.arithmetic_train_prompts": (probe.prompts, 13),
-    "config.data.arithmetic_eval_prompts": (probe.prompts, 5),
-    "config.data.arithmetic_errors": (probe.examples_before_rl, 0.9),
-    "config.model.chat_template": (probe.prompts, "none.jinja", {"model.tokenizer": "FOLDER"}),
+SPREAD = {"alerts.constant_reward.limit": 1.0}
+NOT_FINITE = {"alerts.nonfinite.action": "continue"}
+DISK_OFF, DISK_FULL = {"alerts.disk.limit": 0.0}, {"alerts.disk.limit": 2.0}
+PROFILED = {"profiler.first_step": 1}
+WARM_START = {"warm_start.num_steps": 2}
+JUDGE = {"rewards.functions": {}, "rewards.models": {"NAME": {}}, "preference.num_steps": 1}
+ANSWER = {"rewards.functions": {"answer": {"function": "arithmetic"}}}
+COST = {**ANSWER, "rewards.cost_models": {"NAME": {}}, "preference.num_steps": 1}
+COSTS = {**ANSWER, "rewards.cost_functions": {"NAME": {"function": "length"}}}
+JUDGE_PAIRS = JUDGE | {"rewards.models": {"NAME": {"pairs": ("FILE",)}}}
+COST_PAIRS = COST | {"rewards.cost_models": {"NAME": {"pairs": ("FILE",)}}}
+HELD_OUT = {"evaluation.functions": {"NAME": {"function": "arithmetic"}}}
+SAMPLED = {"evaluation.temperature": 1.0}
+MATH = {"rewards.functions": {"NAME": {"function": "math"}}}
+TOOLS = {"agent.tools": ("calculator",)}
+SEARCH = {"agent.tools": ("search",), "agent.corpus": "passages.jsonl"}
+WORLD = {"agent.environments": {"NAME": {"environment": "games:Game", "address": "here"}}}
+TAUGHT = {"distillation.teachers": {"NAME": {"path": "nowhere"}}}
+TAUGHT_KL = TAUGHT | {"distillation.loss": "forward_kl"}
+LAYOUTS = ("5 mesh.tensor=2",)
+ASYNC = {"trainer.sampling": "async"}
+ASYNC_POOLS = POOLS | ASYNC
+REPLAY = ASYNC | {"trainer.schedule": "replay", "trainer.schedule_file": "one.jsonl"}
+GROUPS = {"algorithm.recipe": "grpo"}
+DYNAMIC = GROUPS | {"algorithm.dynamic_sampling": True}
+OVERLONG = {"algorithm.overlong_buffer_tokens": 12}
+CORRECTED = GROUPS | {"algorithm.correction": "token"}
+MASKED = CORRECTED | {"algorithm.correction_mode": "mask"}
+REJECTED = GROUPS | {
+    "algorithm.rejections": ("token_k1",),
+    "algorithm.rejection_lows": (0.5,),
+    "algorithm.rejection_highs": (2.0,),
 }
-IMAGES = {"model.family": "qwen2_5_vl"}
-SHARED = {
-    "config.model.path": (probe.networks, "none"),
-    "config.model.tokenizer": (probe.networks, "none"),
-    "config.model.words": (probe.networks, ("3+",)),
-    "config.model.special_tokens_in_messages": (probe.spelled_tokens, "tokens"),
-    "config.model.family": (probe.networks, "llama"),
-    "config.model.hidden_size": (probe.networks, 32),
-    "config.model.num_layers": (probe.networks, 2),
-    "config.model.num_heads": (probe.networks, 4),
-    "config.model.num_kv_heads": (probe.networks, 2),
-    "config.model.head_size": (probe.networks, 16),
-    "config.model.mlp_size": (probe.networks, 32),
-    "config.model.num_experts": (probe.networks, 5, {"model.family": "mixtral"}),
-    "config.model.experts_per_token": (probe.networks, 1, {"model.family": "mixtral"}),
-    "config.model.vision.hidden_size": (probe.towers, 32, IMAGES),
-    "config.model.vision.num_layers": (probe.towers, 1, IMAGES),
-    "config.model.vision.num_heads": (probe.towers, 2, IMAGES),
-    "config.model.vision.mlp_size": (probe.towers, 32, IMAGES),
-    "config.model.vision.patch_size": (probe.towers, 2, IMAGES),
-    "config.model.vision.window_size": (probe.towers, 8, IMAGES),
-    "config.trainer.tower_learning_rate": (probe.towers, 0.5, IMAGES),
-    "config.model.rope_theta": (probe.networks, 500.0),
-    "config.model.tie_embeddings": (probe.networks, False),
-    "config.model.param_dtype": (probe.networks, "bfloat16"),
-    "config.model.compute_dtype": (probe.networks, "bfloat16"),
-    "config.model.remat": (probe.networks, "full"),
-    "config.model.attention": (probe.networks, "splash"),
-    "config.mesh.stage": (probe.networks, 2, LAYERS),
-    "config.mesh.stage_rounds": (probe.networks, 2, {**LAYERS, "mesh.stage": 2}),
-    "config.mesh.data": (probe.networks, 2),
-    "config.mesh.fsdp": (probe.networks, 2, {"mesh.data": -1, "mesh.fsdp": 1}),
-    "config.mesh.expert": (probe.networks, 2),
-    "config.mesh.sequence": (probe.networks, 2),
-    "config.mesh.tensor": (probe.networks, 2),
-    "config.mesh.sequence_attention": (probe.networks, "ring"),
-    "config.trainer.num_steps": (probe.frame, 5),
-    "config.checkpoint.every": (probe.checkpoints, 2),
-    "config.checkpoint.keep": (probe.checkpoints, 1),
-    "config.checkpoint.best_metric": (probe.checkpoints, "quality"),
-    "config.checkpoint.best_mode": (
-        probe.checkpoints,
-        "min",
-        {"checkpoint.best_metric": "quality"},
-    ),
-    "config.checkpoint.on_failure": (probe.checkpoints, "continue"),
-    "config.checkpoint.grace_s": (probe.frame, 1.0),
-    "config.metrics.every": (probe.metrics, 2),
-    "config.metrics.console": (probe.metrics, False),
-    "config.metrics.tensorboard": (probe.metrics, False),
-    "config.metrics.wandb_project": (probe.metrics, "mine"),
-    "config.metrics.mlflow_experiment": (probe.metrics, "mine"),
-    "config.metrics.trackio_project": (probe.metrics, "mine"),
-    "config.metrics.run_name": (probe.metrics, "mine"),
-    "config.metrics.rollouts_every": (probe.metrics, 2),
-    "config.metrics.rollout_tokens": (probe.metrics, True),
-    "config.metrics.on_failure": (probe.metrics, "continue"),
-    "config.alerts.nonfinite.limit": (probe.alerts, 1.0),
-    "config.alerts.kl.limit": (probe.alerts, 1.0),
-    "config.alerts.reference_kl.limit": (probe.alerts, 20.0),
-    "config.alerts.entropy.limit": (probe.alerts, 1e-6),
-    "config.alerts.log_prob_difference.limit": (probe.alerts, 0.5),
-    "config.alerts.constant_reward.limit": (probe.alerts, 1.0),
-    "config.alerts.reward_failures.limit": (probe.alerts, 0.5),
-    "config.alerts.staleness.limit": (probe.alerts, 6.0),
-    "config.alerts.rollout_idle.limit": (probe.alerts, 0.7),
-    "config.alerts.learner_idle.limit": (probe.alerts, 0.7),
-    "config.alerts.disk.limit": (probe.alerts, 2.0, {"alerts.disk.limit": 0.0}),
-    "config.alerts.throughput.limit": (probe.alerts, 0.0),
-    "config.alerts.webhook": (probe.alerts, "http://localhost:1/"),
-    "config.alerts.function": (probe.alerts, "none.py:f"),
-    "config.profiler.first_step": (probe.profile, 2),
-    "config.profiler.num_steps": (probe.profile, 3, {"profiler.first_step": 1}),
-}
-WATCHED = "kl", "reference_kl", "entropy", "log_prob_difference", "reward_failures", "staleness"
-for name in (*WATCHED, "rollout_idle", "learner_idle"):
-    SHARED[f"config.alerts.{name}.steps"] = (probe.alerts, 3)
-    SHARED[f"config.alerts.{name}.action"] = (probe.alerts, "stop")
-SHARED |= {
-    "config.alerts.nonfinite.steps": (probe.alerts, 3, {"alerts.nonfinite.action": "continue"}),
-    "config.alerts.nonfinite.action": (probe.alerts, "off"),
-    "config.alerts.constant_reward.steps": (probe.alerts, 2, SPREAD),
-    "config.alerts.constant_reward.action": (probe.alerts, "stop", SPREAD),
-    "config.alerts.disk.steps": (probe.alerts, 3, {"alerts.disk.limit": 2.0}),
-    "config.alerts.disk.action": (probe.alerts, "off"),
-    "config.alerts.throughput.steps": (probe.alerts, 1),
-    "config.alerts.throughput.action": (probe.alerts, "off"),
-}
-OPTIMIZER = {
-    "learning_rate": (0.5,),
-    "schedule": ("linear",),
-    "warmup_steps": (2,),
-    "min_lr_ratio": (0.5, {"schedule": "linear"}),
-    "weight_decay": (0.5,),
-    "weight_decay_on": ("matrices", {"weight_decay": 0.5}),
-    "beta1": (0.5,),
-    "beta2": (0.5,),
-    "eps": (0.5,),
-    "max_grad_norm": (0.1,),
-    "moment_dtype": ("bfloat16",),
-}
-
-
-def of_optimizer(path):
-    return {
-        f"config.{path}.{name}": (
-            probe.optimizers,
-            value,
-            {f"{path}.learning_rate": 0.1}
-            | {f"{path}.{k}": v for k, v in (more or [{}])[0].items()},
-        )
-        for name, (value, *more) in OPTIMIZER.items()
-    }
-
-
-RL = {
-    **DATA,
-    **SHARED,
-    **of_optimizer("trainer.optimizer"),
-    **of_optimizer("critic.optimizer"),
-    **of_optimizer("warm_start.optimizer"),
-    **of_optimizer("preference.optimizer"),
-    "config.trainer.optimizer.learning_rate": (probe.update_program, 0.5),
-    "config.critic.optimizer.learning_rate": (probe.update_program, 0.5),
-    "config.model.vocab_chunk": (probe.asked, 8),
-    "config.lora.rank": (probe.networks, 2),
-    "config.lora.alpha": (probe.networks, 8.0, {"lora.rank": 2}),
-    "config.lora.targets": (probe.networks, ("q",), {"lora.rank": 2}),
-    "config.router.balance_coef": (probe.routers, 0.5),
-    "config.router.z_coef": (probe.routers, 0.5),
-    "config.router.bias_rate": (probe.routers, 0.5),
-    "config.router.replay": (probe.routers, "rollout"),
-    "config.router.missing_routes": (probe.routers, "own", {"router.replay": "rollout"}),
-    "config.lora.path": (probe.networks, "none", {"lora.rank": 2}),
-    "config.mesh.rollout": (probe.engine, "replicas"),
-    "config.mesh.on_host": (probe.resting, ("optimizer",)),
-    "config.critic.path": (probe.networks, "none"),
-    "config.reference.path": (probe.networks, "none"),
-    "config.trainer.max_tokens_per_microbatch": (probe.networks, 128),
-    "config.trainer.shared_prompts": (probe.networks, "off"),
-    "config.trainer.prompts_per_step": (probe.step, 5),
-    "config.trainer.minibatch_size": (probe.updates, 4),
-    "config.trainer.epochs": (probe.updates, 2),
-    "config.trainer.sampling": (probe.source_of, "async"),
-    "config.trainer.max_staleness": (probe.sampled_ahead, 2, AHEAD),
-    "config.trainer.new_weights": (probe.sampled_ahead, "keep", AHEAD),
-    "config.trainer.schedule": (probe.sampled_ahead, "record", AHEAD),
-    "config.trainer.layouts": (probe.layouts, ("5 mesh.tensor=2",)),
-    "config.trainer.schedule_file": (
-        probe.sampled_ahead,
-        "other.jsonl",
-        AHEAD | {"trainer.schedule": "replay", "trainer.schedule_file": "one.jsonl"},
-    ),
-    "config.evaluation.functions.NAME.function": (probe.scores, "gsm8k", HELD_OUT),
-    "config.evaluation.functions.NAME.weight": (probe.scores, 3.0, HELD_OUT),
-    "config.evaluation.functions.NAME.data_source": (probe.scores, "elsewhere", HELD_OUT),
-    "config.evaluation.every": (probe.frame, 2),
-    "config.evaluation.before": (probe.frame, False),
-    "config.evaluation.after": (probe.frame, False),
-    "config.evaluation.num_prompts": (probe.evaluation, 3),
-    "config.evaluation.samples_per_prompt": (probe.evaluation, 2, {"evaluation.temperature": 1.0}),
-    "config.evaluation.temperature": (probe.evaluation, 0.5),
-    "config.evaluation.top_p": (probe.evaluation, 0.5),
-    "config.algorithm.recipe": (probe.policy_loss, "dr_grpo"),
-    "config.algorithm.samples_per_prompt": (probe.step, 3),
-    "config.algorithm.advantage": (probe.estimates, "rloo"),
-    "config.algorithm.gamma": (probe.estimates, 0.5),
-    "config.algorithm.gae_lambda": (probe.estimates, 0.5),
-    "config.algorithm.group_std": (probe.estimates, False, GROUPS),
-    "config.algorithm.policy_loss": (probe.policy_loss, "cispo"),
-    "config.algorithm.aggregation": (probe.policy_loss, "token-sum"),
-    "config.algorithm.loss_scale": (
-        probe.update_program,
-        50.0,
-        {"algorithm.aggregation": "seq-mean-token-sum-norm"},
-    ),
-    "config.algorithm.clip_low": (probe.policy_loss, 0.1),
-    "config.algorithm.clip_high": (probe.policy_loss, 0.1),
-    "config.algorithm.dual_clip": (probe.policy_loss, 1.1),
-    "config.algorithm.entropy_coef": (probe.policy_loss, 0.5),
-    "config.algorithm.sapo_tau_pos": (probe.policy_loss, 2.0, loss("sapo")),
-    "config.algorithm.sapo_tau_neg": (probe.policy_loss, 2.0, loss("sapo")),
-    "config.algorithm.dro_beta": (probe.policy_loss, 2.0, loss("dro")),
-    "config.algorithm.clip_cov_share": (
-        probe.policy_loss,
-        1.0,
-        loss("clip_cov", **{"algorithm.clip_cov_low": -99.0}),
-    ),
-    "config.algorithm.clip_cov_low": (
-        probe.policy_loss,
-        -99.0,
-        loss("clip_cov", **{"algorithm.clip_cov_share": 1.0}),
-    ),
-    "config.algorithm.clip_cov_high": (
-        probe.policy_loss,
-        -1.0,
-        loss("clip_cov", **{"algorithm.clip_cov_share": 1.0, "algorithm.clip_cov_low": -99.0}),
-    ),
-    "config.algorithm.kl_cov_share": (probe.policy_loss, 0.5, loss("kl_cov")),
-    "config.algorithm.kl_cov_coef": (probe.policy_loss, 3.0, loss("kl_cov")),
-    "config.algorithm.kl_in": (probe.estimates, "none"),
-    "config.algorithm.kl_estimator": (probe.estimates, "k3"),
-    "config.algorithm.kl_coef": (probe.estimates, 0.1),
-    "config.algorithm.kl_controller": (probe.estimates, "adaptive"),
-    "config.algorithm.kl_target": (probe.estimates, 900.0, ADAPTIVE),
-    "config.algorithm.kl_horizon": (probe.estimates, 7, ADAPTIVE),
-    "config.algorithm.value_clip": (probe.value_loss, 0.1),
-    "config.algorithm.critic_warmup_steps": (probe.updates, 1),
-    "config.algorithm.dynamic_sampling": (probe.step, True, GROUPS),
-    "config.algorithm.max_sampling_waves": (probe.step, 2, DYNAMIC),
-    "config.algorithm.overlong_buffer_tokens": (probe.step, 12),
-    "config.algorithm.overlong_penalty": (probe.step, 3.0, LONG),
-    "config.algorithm.mask_truncated": (probe.estimates, True),
-    "config.algorithm.correction": (probe.estimates, "sequence", CORRECTED),
-    "config.algorithm.correction_mode": (probe.estimates, "mask", CORRECTED),
-    "config.algorithm.correction_low": (probe.estimates, 0.9, MASKED),
-    "config.algorithm.correction_high": (probe.estimates, 1.1, CORRECTED),
-    "config.algorithm.correction_normalize": (probe.estimates, True, CORRECTED),
-    "config.algorithm.rejections": (probe.estimates, ("seq_mean_k1",), REJECTED),
-    "config.algorithm.rejection_lows": (probe.estimates, (0.1,), REJECTED),
-    "config.algorithm.rejection_highs": (probe.estimates, (1.1,), REJECTED),
-    "config.algorithm.old_log_probs": (probe.update_program, "rollout", GROUPS),
-    "config.algorithm.safe": (probe.estimates, True, COSTS),
-    "config.algorithm.cost_limit": (probe.estimates, 0.5, SAFE),
-    "config.algorithm.multiplier_init": (probe.estimates, 2.0, SAFE),
-    "config.algorithm.multiplier_lr": (probe.estimates, 0.5, SAFE),
-    "config.algorithm.multiplier_max": (probe.estimates, 1.01, SAFE),
-    "config.rollout.max_response_tokens": (probe.engine, 20),
-    "config.rollout.engine": (probe.engine, "nowhere:Engine"),
-    "config.rollout.temperature": (probe.engine, 0.5),
-    "config.rollout.top_k": (probe.engine, 3),
-    "config.rollout.top_p": (probe.engine, 0.5),
-    "config.rollout.min_p": (probe.engine, 0.5),
-    "config.rollout.stop_tokens": (probe.engine, (5,)),
-    "config.rollout.stop_strings": (probe.engine, ("#",)),
-    "config.rollout.suppress_unused_tokens": (probe.engine, False, IMAGES),
-    "config.rollout.num_slots": (probe.engine, 4),
-    "config.rollout.cache_tokens": (probe.engine, 4096),
-    "config.rollout.chunk_steps": (probe.engine, 4),
-    "config.rollout.dtype": (probe.engine, "bfloat16"),
-    "config.rollout.quantization": (probe.engine, "int8"),
-    "config.rollout.cache_dtype": (probe.engine, "fp8"),
-    "config.rollout.speculation.draft_tokens": (probe.engine, 2),
-    "config.rollout.speculation.ngram_tokens": (probe.engine, 2),
-    "config.rewards.functions.NAME.function": (probe.scores, "gsm8k"),
-    "config.rewards.functions.NAME.weight": (probe.scores, 3.0),
-    "config.rewards.functions.NAME.data_source": (probe.scores, "elsewhere"),
-    "config.rewards.models.NAME.path": (probe.networks, "none", JUDGE),
-    "config.rewards.models.NAME.pairs": (probe.pairs, ("FILE",), JUDGE),
-    "config.rewards.models.NAME.weight": (probe.scores, 3.0, JUDGE),
-    "config.rewards.models.NAME.data_source": (
-        probe.scores,
-        "elsewhere",
-        JUDGE,
-    ),
-    "config.rewards.cost_functions.NAME.function": (probe.scores, "gsm8k", COSTS),
-    "config.rewards.cost_functions.NAME.weight": (probe.scores, 3.0, COSTS),
-    "config.rewards.cost_functions.NAME.data_source": (probe.scores, "elsewhere", COSTS),
-    "config.rewards.cost_models.NAME.path": (probe.networks, "none", COST),
-    "config.rewards.cost_models.NAME.pairs": (probe.pairs, ("FILE",), COST),
-    "config.rewards.cost_models.NAME.weight": (probe.scores, 3.0, COST),
-    "config.rewards.cost_models.NAME.data_source": (probe.scores, "elsewhere", COST),
-    "config.distillation.teachers.NAME.path": (probe.networks, "none", TAUGHT),
-    "config.distillation.teachers.NAME.data_source": (probe.lessons, "elsewhere", TAUGHT),
-    "config.distillation.loss": (probe.distilled, "k3", TAUGHT),
-    "config.distillation.coef": (probe.distilled, 3.0, TAUGHT),
-    "config.distillation.top_k": (
-        probe.lessons,
-        3,
-        {**TAUGHT, "distillation.loss": "forward_kl"},
-    ),
-    "config.agent.tools": (probe.agents, ("python",), TOOLS),
-    "config.agent.environments.NAME.environment": (probe.agents, "other:Class", WORLD),
-    "config.agent.environments.NAME.address": (probe.agents, "elsewhere", WORLD),
-    "config.agent.default": (probe.agents, "tool_agent", WORLD),
-    "config.agent.call_format": (probe.agents, "hermes", TOOLS),
-    "config.agent.max_turns": (probe.agents, 2, TOOLS),
-    "config.agent.max_turn_tokens": (probe.engine, 3),
-    "config.agent.max_calls": (probe.agents, 2, TOOLS),
-    "config.agent.max_result_characters": (probe.agents, 100, TOOLS),
-    "config.agent.cut_results": (probe.agents, "left", TOOLS),
-    "config.agent.timeout_s": (probe.agents, 3.0, TOOLS),
-    "config.agent.max_tool_s": (probe.agents, 3.0, TOOLS),
-    "config.agent.num_processes": (probe.agents, 2, TOOLS),
-    "config.agent.episodes_per_process": (probe.agents, 2, TOOLS),
-    "config.agent.ray_workers": (probe.agents, 2, TOOLS),
-    "config.agent.memory_gib": (probe.agents, 3.0, TOOLS),
-    "config.agent.visible": (probe.agents, ("HOME",), TOOLS),
-    "config.agent.corpus": (
-        probe.agents,
-        "other.jsonl",
-        {"agent.tools": ("search",), "agent.corpus": "passages.jsonl"},
-    ),
-    "config.rewards.environment_weight": (probe.scores, 3.0, WORLD),
-    "config.rewards.num_workers": (probe.scores, 3),
-    "config.rewards.ray_workers": (probe.scores, 3),
-    "config.rewards.timeout_s": (probe.scores, 3.0),
-    "config.rewards.memory_gib": (probe.scores, 3.0),
-    "config.rewards.environment": (probe.scores, ("HOME",)),
-    "config.rewards.on_failure": (probe.scores, "score"),
-    "config.rewards.unreadable_truths": (probe.readable_truths, "leave_out"),
-    "config.rewards.math.percent": (probe.scores, "number", MATH),
-    "config.rewards.math.units": (probe.scores, "compare", MATH),
-    "config.rewards.math.unboxed_letters": (probe.scores, False, MATH),
-    "config.rewards.failure_score": (probe.scores, 3.0),
-    "config.warm_start.num_steps": (probe.stages, 3),
-    "config.warm_start.batch_size": (probe.stages, 3, WARM),
-    "config.warm_start.save_every": (probe.stages, 3, WARM),
-    "config.preference.num_steps": (probe.stages, 3),
-    "config.preference.batch_size": (probe.stages, 3),
-    "config.preference.save_every": (probe.stages, 3),
-    "config.curriculum.choice": (probe.curriculum, "success"),
-    "config.curriculum.success_score": (probe.curriculum, 1.5, CHOSEN),
-    "config.curriculum.memory": (probe.curriculum, 1.0, CHOSEN),
-    "config.curriculum.floor": (probe.curriculum, 1.0, CHOSEN),
-    "config.placement.choice": (probe.networks, "standalone"),
-    "config.placement.balance_every": (probe.balance, 2, POOLS | AHEAD),
-    "config.placement.hosts": (probe.pools_of_hosts, "own", POOLS),
-    "config.placement.roles": (
-        probe.networks,
-        POOLS["placement.roles"] | {"critic": "other"},
-        POOLS,
-    ),
-    "config.placement.pools.NAME.devices": (probe.networks, 2, POOLS),
-    "config.placement.pools.NAME.stage": (
-        probe.networks,
-        2,
-        {**POOLS, **LAYERS, "placement.pools": {"NAME": {"devices": 8}}, "placement.roles": ALONE},
-    ),
-    "config.placement.pools.NAME.data": (probe.networks, 2, POOLS),
-    "config.placement.pools.NAME.fsdp": (
-        probe.networks,
-        2,
-        FREE,
-    ),
-    "config.placement.pools.NAME.expert": (probe.networks, 2, POOLS),
-    "config.placement.pools.NAME.sequence": (probe.networks, 2, POOLS),
-    "config.placement.pools.NAME.tensor": (probe.networks, 2, POOLS),
-}
-
-TIMES = ("every", "before", "after")
-SUPERVISED = {
-    **{
-        f"config.router.{name}": (probe.router_losses, 0.5)
-        for name in ("balance_coef", "z_coef", "bias_rate")
-    },
-    **{key: (probe.examples, *rest) for key, (_, *rest) in DATA.items()},
-    **SHARED,
-    **of_optimizer("trainer.optimizer"),
-    "config.data.train_files": (
-        probe.examples,
-        ("none.jsonl",),
-        {"data.task": "gsm8k", "data.train_files": ("FILE",)},
-    ),
-    "config.data.rewritten_turns": (probe.turns, "whole"),
-    "config.data.shuffle": (probe.supervised_batch, False),
-    **{
-        key: (probe.supervised_batch, *rest)
-        for key, (_, *rest) in DATA.items()
-        if "weights" in key or "stream" in key
-    },
-    "config.data.num_workers": (probe.supervised_batch, 2),
-    "config.trainer.batch_size": (probe.supervised_batch, 3),
-    "config.trainer.max_tokens_per_microbatch": (probe.supervised_batch, 256),
-    "config.trainer.max_sequence_tokens": (probe.supervised_batch, 8),
-    "config.model.vocab_chunk": (probe.supervised_loss, 8),
-    "config.data.eval_files": (
-        probe.held_out,
-        ("none.jsonl",),
-        FILES | {"data.task": "gsm8k"},
-    ),
-    **{key: row for key, row in RL.items() if key.startswith("config.lora.")},
-    **{f"config.evaluation.{name}": RL[f"config.evaluation.{name}"] for name in TIMES},
-    "config.evaluation.num_prompts": (probe.supervised_evaluation, 3),
-}
+ADAPTIVE = {"algorithm.kl_controller": "adaptive", "algorithm.kl_estimator": "k3"}
+SAFE = COSTS | {"algorithm.safe": True}
+SUMS = {"algorithm.aggregation": "seq-mean-token-sum-norm"}
+ROUTED = {"router.replay": "rollout"}
+RATE = {f"{path}.learning_rate": 0.1 for path in probe.OPTIMIZERS}
+DECAY = RATE | {f"{path}.schedule": "linear" for path in probe.OPTIMIZERS}
+WEIGHT_DECAY = RATE | {f"{path}.weight_decay": 0.5 for path in probe.OPTIMIZERS}
 
 
 @functools.cache
 def through_rl(part):
-    """Returns the probe of the run of RL that samples as a job does."""
+    """The probe of the run of RL that samples as a job does."""
     return lambda config: part(config.as_rl())
 
 
-SAMPLING = ("config.rollout.", "config.evaluation.", "config.mesh.rollout")
-POLICY = {
-    **SUPERVISED,
-    **{
-        key: (through_rl(part), *rest)
-        for key, (part, *rest) in RL.items()
-        if key.startswith(SAMPLING) and key not in SUPERVISED
-    },
-    "config.reference.path": (probe.networks, "none"),
-    "config.dpo.loss": (probe.dpo_loss, "hinge"),
-    "config.dpo.beta": (probe.dpo_loss, 0.5),
-    "config.dpo.label_smoothing": (probe.dpo_loss, 0.2),
-}
-TABLES = {"rl": RL, "sft": POLICY, "dpo": POLICY, "reward_model": SUPERVISED}
-KEYS = [(job, key) for job in JOBS for key, _, _ in listed(JOBS[job]) if key != "config.job"]
+class Effect(NamedTuple):
+    """Keys whose effect a probe shows, in a job that has some settings besides."""
+
+    part: Callable[[Any], Any]
+    settings: Mapping[str, Any]
+    keys: str  # patterns, each with the other value where `other_value` makes none that matters
+
+    def text(self, key: str) -> str | None:
+        """The other value of a field as text, "" if any will do; None: it is not among the keys."""
+        pairs = (each.partition("=") for each in self.keys.split())
+        return next((text for name, _, text in pairs if fnmatch.fnmatchcase(key, name)), None)
 
 
-def again(job, key):
-    """Returns whether the same probe is asked for RL."""
-    if job == "rl":
-        return False
-    first = key in SUPERVISED and job != "sft"  # what SFT is asked, the others are asked nightly
-    return first or key.startswith(SAMPLING) or SUPERVISED.get(key) == RL.get(key, ())
+def effects(table: str) -> tuple[Effect, ...]:
+    """The rows `probe SETTINGS: keys` of a table."""
+    rows = (row.split(": ", 1) for row in re.sub(r"\n +", " ", table).strip().split("\n"))
+    return tuple(
+        Effect(getattr(probe, part), globals()[settings] if settings else {}, keys)
+        for (part, _, settings), keys in ((head.partition(" "), keys) for head, keys in rows)
+    )
+
+
+# How the effect of each key shows; of several rows the last holds.
+EFFECTS = effects("""
+prompts: seed data.max_prompt_tokens=8 data.shuffle data.chat_template data.num_workers
+    data.arithmetic_terms data.arithmetic_train_prompts data.arithmetic_eval_prompts
+prompts TRAIN_FILE: data.task=files
+prompts FILES: data.train_files
+prompts READ: data.eval_files
+prompts READ_BOTH: data.prompt_column data.role_aliases=('user:system',) data.preset=alpaca
+    data.columns={'prompt':'question'} data.prompt_template={question} data.system_prompt=Count.
+    data.extra_columns=('question',) data.transcript_roles=('Human:user',)
+prompts ANSWERS: data.answer_pattern=(3)
+prompts UNNAMED: data.data_source=named
+prompts MIXTURE: data.stream data.train_weights=(1.0,5.0)
+prompts MOVING: data.last_train_weights=(1.0,5.0) data.last_train_weights_after=1
+prompts SHORT: data.long_rows
+prompts FOLDER: model.chat_template
+turns: data.rewritten_turns
+examples_before_rl: data.arithmetic_errors
+spelled_tokens: model.special_tokens_in_messages
+curriculum: curriculum.choice=success
+curriculum CURRICULUM: curriculum.success_score=1.5 curriculum.memory curriculum.floor
+networks: model.path model.tokenizer model.words=('3+',) model.family=llama model.hidden_size=32
+    model.num_layers model.num_heads=4 model.num_kv_heads model.head_size=16 model.mlp_size
+    model.rope_theta model.tie_embeddings model.param_dtype model.compute_dtype model.remat=full
+    model.attention=splash mesh.data=2 mesh.expert=2 mesh.sequence=2 mesh.tensor=2
+    mesh.sequence_attention lora.rank critic.path reference.path trainer.max_tokens_per_microbatch
+    trainer.shared_prompts placement.choice
+networks EXPERTS: model.num_experts model.experts_per_token
+networks FREE: mesh.fsdp=2
+networks LAYERS: mesh.stage=2
+networks STAGES: mesh.stage_rounds=2
+networks ADAPTERS: lora.alpha lora.targets=('q',) lora.path
+networks JUDGE: rewards.models.NAME.path
+networks COST: rewards.cost_models.NAME.path
+networks TAUGHT: distillation.teachers.NAME.path
+networks POOLS: placement.pools.NAME.devices=2 placement.pools.NAME.data=2
+    placement.pools.NAME.expert=2 placement.pools.NAME.sequence=2 placement.pools.NAME.tensor=2
+networks POOLS: placement.roles=OTHER_ROLES
+networks FREE_POOLS: placement.pools.NAME.fsdp=2
+networks ONE_POOL: placement.pools.NAME.stage=2
+pools_of_hosts POOLS: placement.hosts
+balance ASYNC_POOLS: placement.balance_every=2
+resting: mesh.on_host=('optimizer',)
+towers IMAGES: model.vision.hidden_size=32 model.vision.num_layers=1 model.vision.num_heads=2
+    model.vision.mlp_size model.vision.patch_size=2 model.vision.window_size=8
+    trainer.tower_learning_rate
+frame: trainer.num_steps checkpoint.grace_s evaluation.every=2 evaluation.before evaluation.after
+checkpoints: checkpoint.every=2 checkpoint.keep=1 checkpoint.best_metric=quality
+    checkpoint.on_failure
+checkpoints BEST: checkpoint.best_mode
+metrics: metrics.every=2 metrics.console metrics.tensorboard metrics.wandb_project
+    metrics.mlflow_experiment metrics.trackio_project metrics.run_name metrics.rollouts_every=2
+    metrics.rollout_tokens metrics.on_failure
+alerts: alerts.*.limit=1.0 alerts.*.steps=3 alerts.*.action=stop alerts.webhook alerts.function
+alerts: alerts.reference_kl.limit=20.0 alerts.entropy.limit=1e-6
+    alerts.log_prob_difference.limit=0.5 alerts.reward_failures.limit=0.5 alerts.staleness.limit=6.0
+    alerts.rollout_idle.limit=0.7 alerts.learner_idle.limit=0.7 alerts.nonfinite.action=off
+    alerts.disk.action=off alerts.throughput.limit=0.0 alerts.throughput.steps=1
+    alerts.throughput.action=off
+alerts SPREAD: alerts.constant_reward.steps=2 alerts.constant_reward.action=stop
+alerts NOT_FINITE: alerts.nonfinite.steps=3
+alerts DISK_OFF: alerts.disk.limit=2.0
+alerts DISK_FULL: alerts.disk.steps=3
+profile: profiler.first_step=2
+profile PROFILED: profiler.num_steps
+stages: warm_start.num_steps preference.num_steps preference.batch_size preference.save_every=3
+stages WARM_START: warm_start.batch_size warm_start.save_every=3
+pairs JUDGE: rewards.models.NAME.pairs=('FILE',)
+pairs JUDGE_PAIRS: rewards.models.NAME.pairs_preset=hh_rlhf
+pairs COST: rewards.cost_models.NAME.pairs=('FILE',)
+pairs COST_PAIRS: rewards.cost_models.NAME.pairs_preset=hh_rlhf
+engine: mesh.rollout rollout.max_response_tokens rollout.engine=nowhere:Engine rollout.temperature
+    rollout.top_k rollout.top_p rollout.min_p rollout.stop_tokens rollout.stop_strings
+    rollout.num_slots rollout.cache_tokens=4096 rollout.chunk_steps rollout.dtype=bfloat16
+    rollout.quantization rollout.cache_dtype=fp8 rollout.speculation.draft_tokens=2
+    rollout.speculation.ngram_tokens agent.max_turn_tokens=3
+engine IMAGES: rollout.suppress_unused_tokens
+step: trainer.prompts_per_step algorithm.samples_per_prompt algorithm.overlong_buffer_tokens=12
+step OVERLONG: algorithm.overlong_penalty=3.0
+step GROUPS: algorithm.dynamic_sampling
+step DYNAMIC: algorithm.max_sampling_waves=2
+source_of: trainer.sampling
+sampled_ahead ASYNC: trainer.max_staleness trainer.new_weights=keep trainer.schedule=record
+sampled_ahead REPLAY: trainer.schedule_file
+layouts: trainer.layouts=LAYOUTS
+evaluation: evaluation.num_prompts=3 evaluation.temperature evaluation.top_p
+evaluation SAMPLED: evaluation.samples_per_prompt
+scores HELD_OUT: evaluation.functions.NAME.*
+scores HELD_OUT: evaluation.functions.NAME.function=gsm8k
+scores: rewards.functions.NAME.function=gsm8k rewards.functions.NAME.weight
+    rewards.functions.NAME.data_source rewards.num_workers rewards.ray_workers rewards.timeout_s
+    rewards.memory_gib rewards.environment rewards.on_failure rewards.failure_score
+scores JUDGE: rewards.models.NAME.weight rewards.models.NAME.data_source
+scores COSTS: rewards.cost_functions.NAME.function=gsm8k rewards.cost_functions.NAME.weight
+    rewards.cost_functions.NAME.data_source
+scores COST: rewards.cost_models.NAME.weight rewards.cost_models.NAME.data_source
+scores WORLD: rewards.environment_weight
+scores MATH: rewards.math.*
+readable_truths: rewards.unreadable_truths
+agents TOOLS: agent.tools=('python',) agent.call_format=hermes agent.max_turns=2 agent.max_calls=2
+    agent.max_result_characters=100 agent.cut_results agent.timeout_s agent.max_tool_s
+    agent.num_processes=2 agent.episodes_per_process=2 agent.ray_workers agent.memory_gib
+    agent.visible=('HOME',)
+agents WORLD: agent.environments.NAME.environment=other:Class agent.environments.NAME.address
+    agent.default=tool_agent
+agents SEARCH: agent.corpus
+estimates: algorithm.advantage=rloo algorithm.gamma algorithm.gae_lambda algorithm.kl_in=none
+    algorithm.kl_estimator=k3 algorithm.kl_coef=0.1 algorithm.kl_controller algorithm.mask_truncated
+estimates GROUPS: algorithm.group_std
+estimates ADAPTIVE: algorithm.kl_target=900.0 algorithm.kl_horizon=7
+estimates CORRECTED: algorithm.correction=sequence algorithm.correction_mode
+    algorithm.correction_high=1.1 algorithm.correction_normalize
+estimates MASKED: algorithm.correction_low=0.9
+estimates REJECTED: algorithm.rejections=('seq_mean_k1',) algorithm.rejection_lows=(0.1,)
+    algorithm.rejection_highs=(1.1,)
+estimates COSTS: algorithm.safe
+estimates SAFE: algorithm.cost_limit algorithm.multiplier_init algorithm.multiplier_lr
+    algorithm.multiplier_max=1.01
+policy_loss: algorithm.recipe=dr_grpo algorithm.policy_loss=cispo algorithm.aggregation=token-sum
+    algorithm.clip_low=0.1 algorithm.clip_high=0.1 algorithm.entropy_coef
+    algorithm.loss_args={'dual_clip':1.1}
+value_loss: algorithm.value_clip=0.1
+lessons TAUGHT: distillation.teachers.NAME.data_source
+lessons TAUGHT_KL: distillation.top_k=3
+distilled TAUGHT: distillation.loss=k3 distillation.coef=3.0
+updates: trainer.minibatch_size=4 trainer.epochs algorithm.critic_warmup_steps=1
+optimizers RATE: *optimizer.*
+optimizers RATE: *optimizer.warmup_steps=2 *optimizer.max_grad_norm=0.1
+optimizers DECAY: *optimizer.min_lr_ratio
+optimizers WEIGHT_DECAY: *optimizer.weight_decay_on
+update_program: trainer.optimizer.learning_rate critic.optimizer.learning_rate
+update_program SUMS: algorithm.loss_scale=50.0
+update_program GROUPS: algorithm.old_log_probs=rollout
+asked: model.vocab_chunk
+routers: router.balance_coef router.z_coef router.bias_rate router.replay=rollout
+routers ROUTED: router.missing_routes=own
+""")
+# The rows that differ in supervised jobs.
+SUPERVISED = effects("""
+examples: seed data.max_prompt_tokens=8 data.chat_template data.arithmetic_terms
+    data.arithmetic_train_prompts data.arithmetic_eval_prompts data.arithmetic_errors
+examples TRAIN_FILE: data.task=files
+examples READ: data.train_files
+examples READ_BOTH: data.prompt_column data.role_aliases=('user:system',) data.preset=alpaca
+    data.columns={'prompt':'question'} data.prompt_template={question} data.system_prompt=Count.
+    data.transcript_roles=('Human:user',)
+examples SHORT: data.long_rows
+examples FOLDER: model.chat_template
+held_out READ: data.eval_files
+supervised_batch: data.shuffle data.num_workers trainer.batch_size=3
+    trainer.max_tokens_per_microbatch=256 trainer.max_sequence_tokens=8
+supervised_batch MIXTURE: data.stream data.train_weights=(1.0,5.0)
+supervised_batch MOVING: data.last_train_weights=(1.0,5.0) data.last_train_weights_after=1
+supervised_loss: model.vocab_chunk
+supervised_evaluation: evaluation.num_prompts=3
+optimizers RATE: trainer.optimizer.learning_rate
+router_losses: router.balance_coef router.z_coef router.bias_rate
+dpo_loss: dpo.loss=hinge dpo.beta dpo.label_smoothing=0.2
+""")
+# What a job samples for evaluation, and scores, is what its run of RL would.
+SCORED = "data.answer_pattern data.extra_columns data.data_source"
+SAMPLING = tuple(
+    each._replace(part=through_rl(each.part))
+    for each in EFFECTS
+    if each.part in (probe.engine, probe.evaluation, probe.scores)
+    or any(each.text(key) is not None for key in SCORED.split())
+)
+FIELDS = [(job, field) for job in JOBS for field in declared(JOBS[job]) if field.key != "job"]
+
+
+@functools.cache
+def effect(job: str, key: str) -> Effect:
+    """How the effect of a field shows in a job."""
+    effects = EFFECTS if job == "rl" else (*EFFECTS, *SAMPLING, *SUPERVISED)
+    return next(each for each in reversed(effects) if each.text(key) is not None)
+
+
+def is_unread(job: str, key: str) -> bool:
+    unread = build(BASE[job]).unread if job != "rl" else ()
+    return any(key == group or key.startswith(f"{group}.") for group in unread)
+
+
+def is_repetition(job: str, key: str) -> bool:
+    """Whether RL or SFT is asked the same in the default suite."""
+    return job != "rl" and (job != "sft" or effect(job, key) not in SUPERVISED)
 
 
 @pytest.fixture(scope="module")
@@ -546,29 +342,19 @@ def places(tmp_path_factory):
     answers = {"completion": "2", "chosen": "2", "rejected": "3"}
     row = {"data_source": "mine", "prompt": "1+1=", "question": "2+2=", **answers}
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (folder / "bare.jsonl").write_text(json.dumps({"prompt": "1+1=", **answers}) + "\n")
     rows = [{"data_source": "all", "prompt": f"{i}+1=", **answers} for i in range(20)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
+        "BARE": str(folder / "bare.jsonl"),
         "FILE": str(folder / "rows.jsonl"),
         "PROMPTS": str(folder / "prompts.jsonl"),
         "FOLDER": str(folder),
     }
 
 
-def built(settings, places):
-    """Returns a config of dotted keys."""
-    values = {}
-    for path, value in settings.items():
-        *groups, name = path.split(".")
-        group = functools.reduce(lambda at, key: at.setdefault(key, {}), groups, values)
-        if isinstance(value, tuple):
-            value = tuple(places.get(each, each) for each in value)
-        group[name] = places.get(value, value) if isinstance(value, str) else copy.deepcopy(value)
-    return from_config_dict(values)
-
-
 def outcome(part, config):
-    """Returns what a probe finds, or the error that a user sees, to be compared."""
+    """What a probe finds, or the error that a user sees, to be compared."""
     try:
         found = part(config)
     except UserError as error:
@@ -577,51 +363,82 @@ def outcome(part, config):
     return repr(plain)
 
 
-KNOWN = {}
-
-
-def of_base(part, config):
-    """Returns `outcome`, found once."""
-    known = part, repr(config)
-    if known not in KNOWN:
-        KNOWN[known] = outcome(part, config)
-    return KNOWN[known]
-
-
-def is_unread(job, name):
-    unread = built(BASE[job], {}).unread if job != "rl" else ()
-    return any(name == group or name.startswith(f"{group}.") for group in unread)
+OUTCOMES: dict[tuple[Any, str], str] = {}
 
 
 @pytest.mark.parametrize(
-    ("job", "key"),
-    [pytest.param(*each, marks=[pytest.mark.nightly] if again(*each) else []) for each in KEYS],
+    ("job", "field"),
+    [
+        pytest.param(job, field, marks=pytest.mark.nightly if is_repetition(job, field.key) else ())
+        for job, field in FIELDS
+    ],
+    ids=str,
 )
-def test_every_key_changes_something(job, key, places):
-    name = key.removeprefix("config.")
-    if is_unread(job, name):
-        _, value, *more = RL[key]
-        before, after = BASE[job], BASE[job] | dict(*more) | {name: value}
-        part = probe.warned
+def test_every_key_changes_something(job, field, places):
+    unread = is_unread(job, field.key)
+    asked = effect("rl" if unread else job, field.key)
+    part = probe.warned if unread else asked.part
+    groups = vars(JOBS[job]())
+    settings = {k: v for k, v in asked.settings.items() if k.split(".")[0] in groups}
+    before = BASE[job] | ({} if unread else settings)
+    config = build(before, places)
+    if text := asked.text(field.key):
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            value = globals().get(text, text)
     else:
-        part, value, *more = TABLES[job][key]
-        before = BASE[job] | dict(*more)
-        after = before | {name: value}
-    assert of_base(part, built(before, places)) != outcome(part, built(after, places))
+        value = other_value(field, value_at(build(before | settings, places), field.key))
+    known = part, repr(config)
+    if known not in OUTCOMES:
+        OUTCOMES[known] = outcome(part, config)
+    assert OUTCOMES[known] != outcome(part, build(before | settings | {field.key: value}, places))
+
+
+# Of each loss: another value of a hyperparameter, and those that it needs to matter.
+LOSS_ARGS = {
+    ("vanilla", "dual_clip"): (1.1, {}),
+    ("sapo", "tau_pos"): (2.0, {}),
+    ("sapo", "tau_neg"): (2.0, {}),
+    ("clip_cov", "share"): (1.0, {"low": -99.0}),
+    ("clip_cov", "low"): (-99.0, {"share": 1.0}),
+    ("clip_cov", "high"): (-1.0, {"share": 1.0, "low": -99.0}),
+    ("kl_cov", "coef"): (3.0, {}),
+    ("kl_cov", "share"): (0.5, {}),
+    ("dppo_tv", "dual_clip"): (1.1, {}),
+    ("dppo_kl", "dual_clip"): (1.1, {}),
+    ("dro", "beta"): (2.0, {}),
+}
+
+
+@pytest.mark.parametrize("policy_loss, name", LOSS_ARGS)
+def test_every_hyperparameter_changes_its_loss(policy_loss, name):
+    value, others = LOSS_ARGS[policy_loss, name]
+    base = {**BASE["rl"], "algorithm.policy_loss": policy_loss, "algorithm.kl_in": "none"}
+    before = outcome(probe.policy_loss, build(base | {"algorithm.loss_args": others}))
+    after = build(base | {"algorithm.loss_args": others | {name: value}})
+    assert before != outcome(probe.policy_loss, after)
+
+
+def test_no_hyperparameter_is_left_out():
+    assert set(LOSS_ARGS) == {
+        (loss, name) for loss in POLICY_LOSSES for name in loss_hyperparameters(loss)
+    }
 
 
 def test_the_tables_hold_no_other_keys():
-    assert set(RL) == {key for job, key in KEYS if job == "rl"}
-    assert set(SUPERVISED) <= {key for job, key in KEYS if job == "sft"}
-    assert set(POLICY) <= {key for job, key in KEYS if job == "dpo"}
+    keys = {field.key for _, field in FIELDS}
+    for each in (*EFFECTS, *SUPERVISED):
+        for name in each.keys.split():
+            assert fnmatch.filter(keys, name.partition("=")[0]), name
 
 
 def test_a_job_is_of_its_class():
-    assert {job: type(built(BASE[job], {})) for job in JOBS} == JOBS
+    assert {job: type(build(BASE[job])) for job in JOBS} == JOBS
 
 
 @pytest.mark.parametrize("job", JOBS)
 def test_a_dead_key_is_found(job):
     """A probe says nothing of keys that it does not read."""
     before, after = BASE[job], BASE[job] | {"checkpoint.keep": 9}
-    assert outcome(probe.networks, built(before, {})) == outcome(probe.networks, built(after, {}))
+    assert outcome(probe.networks, build(before)) == outcome(probe.networks, build(after))

@@ -63,7 +63,7 @@ def test_a_setting_that_ruins_a_run_is_named(groups, field):
     ],
     ids=str,
 )
-def test_what_does_no_harm_is_not_warned_of(groups):
+def test_harmless_settings_give_no_warning(groups):
     assert warnings(**groups) == []
 
 

@@ -62,7 +62,7 @@ def test_a_resolved_config_is_a_file(tmp_path, job):
 @pytest.mark.parametrize(
     "value", ["off", "1e5", "010", "yes", "null", "~", "", "1.", "0x1", "1_0", "2001-01-01", "a: b"]
 )
-def test_texts_stay_texts(tmp_path, value):
+def test_written_texts_are_read_as_texts(tmp_path, value):
     assert yaml_file.read(write(tmp_path, yaml_file.text({"a": value}))) == {"a": value}
 
 

@@ -168,6 +168,6 @@ def test_a_function_of_the_users(tmp_path):
     curriculum.check_curriculum(CurriculumConfig(), ())
 
 
-def test_config():
+def test_curriculum_config_is_validated():
     ((field, message),) = CurriculumConfig(choice="succes").problems()
     assert field == "choice" and "unknown choice 'succes'; known: success; or your own" in message

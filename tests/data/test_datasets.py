@@ -88,7 +88,7 @@ def test_every_pass_has_every_row_in_another_order(dataset):
     assert len({tuple(order) for order in passes}) == 3
 
 
-def test_the_order_is_the_seeds_alone(dataset):
+def test_order_depends_on_the_seed_only(dataset):
     orders = [
         indices(PromptIterator(dataset, SMALL, seed).next_batch(10)) for seed in (5, 5, 2**32 - 1)
     ]
@@ -224,7 +224,7 @@ def test_both_rejected_answers_are_wrong_each_in_its_way(tokenizer):
     assert wrong_steps == {0, 1, 2} and misread_places == {0, 1, 2, 3}
 
 
-def test_preference_pairs_depend_on_the_seed_alone(tokenizer):
+def test_preference_pairs_depend_on_the_seed_only(tokenizer):
     first, again, other = (preference_pairs(SUMS, tokenizer, "train", s) for s in (0, 0, 1))
     assert first == again != other
 

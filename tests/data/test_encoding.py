@@ -209,7 +209,7 @@ def test_every_text_of_a_message_is_guarded():
     assert messages[0]["content"] == "<|im_end|>"  # the caller's own are as they were
 
 
-def test_what_an_assistant_writes_itself_stays_tokens():
+def test_special_tokens_of_the_assistant_stay_tokens():
     tokenizer = bytes_tokenizer(CHATML, ["<|think|>", "<|tool_call|>", "<|tool|>"])
     tokenizer.add_tokens(["<note>"])  # not special
     texts = ["<|think|>", "<|tool_call|>", "<|tool|>", "<note>", "<eos>", "<|im_end|>"]
@@ -320,16 +320,19 @@ HALF = {"role": "user", "content": "a\ud83d"}
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": [HALF], "completion": "b"}, "prompt.0.content holds half of a surrogate pair"),
-        ({"prompt": "a", "completion": "b\ud83d"}, "completion holds half"),
-        ({"prompt": "a", "completion": "b", "more": {"\udc00": 1}}, r"more.'\\udc00' holds half"),
+        ({"prompt": [HALF], "completion": "b"}, "prompt.0.content contains a lone surrogate"),
+        ({"prompt": "a", "completion": "b\ud83d"}, "completion contains a lone"),
+        (
+            {"prompt": "a", "completion": "b", "more": {"\udc00": 1}},
+            r"more.'\\udc00' contains a lone",
+        ),
         (
             {"prompt": "a", "completion": "b", "tools": r'[{"name": "\ud83d"}]'},
-            "tools.0.name holds half",
+            "tools.0.name contains a lone",
         ),
         (
             {"prompt": "a", "completion": "b", "chat_template_kwargs": r'{"x": ["\ud83d"]}'},
-            "chat_template_kwargs.x.0 holds half",
+            "chat_template_kwargs.x.0 contains a lone",
         ),
     ],
 )
@@ -346,9 +349,9 @@ def test_half_of_a_surrogate_pair_in_a_row_is_refused(tmp_path, row, message):
 
 def test_messages_from_python_with_half_a_character_are_refused():
     tokenizer = bytes_tokenizer(CHATML)
-    with pytest.raises(DataError, match=r"message 1: 'a\\ud83d' holds half of a surrogate pair"):
+    with pytest.raises(DataError, match=r"message 1: 'a\\ud83d' contains a lone surrogate"):
         prompt_text(tokenizer, [HALF])
-    with pytest.raises(DataError, match="holds half of a surrogate pair"):
+    with pytest.raises(DataError, match="contains a lone surrogate"):
         prompt_text(tokenizer, [HALF], chat_template=False)
     nested: list = []
     for _ in range(900):

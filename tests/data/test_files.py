@@ -70,7 +70,7 @@ def test_prompts_in_either_form_and_under_any_name():
     assert checked_row({**GOOD, "prompt": talk}, "row")["prompt"] == talk
 
 
-def test_what_may_be_missing():
+def test_missing_columns_get_defaults():
     row = checked_row({"data_source": "s", "prompt": "hi", "extra_info": None}, "row")
     assert row["reward_model"] == {"ground_truth": None}
     assert row["extra_info"] == {}
@@ -168,7 +168,7 @@ def test_a_missing_column_is_named(key):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.csv", b"x", "unsupported suffix '.csv'; known: .json, .jsonl, .parquet"),
+        ("a.txt", b"x", "unsupported suffix '.txt'; known: .csv, .json, .jsonl, .parquet"),
         ("a.jsonl", None, "a.jsonl: no such file"),
         ("a.parquet", None, "a.parquet: no such file"),
         ("a.jsonl", b"", "a.jsonl: no rows in this file"),
@@ -183,8 +183,8 @@ def test_a_missing_column_is_named(key):
         ("a.jsonl", b"[" * 100_000, "a.jsonl, row 1: broken JSON in column 65: brackets deeper"),
         ("a.jsonl", b'{"a": [7, -' + b"1" * 5000 + b"]}", "column 11: an integer of 5001 digits"),
         ("a.jsonl", b'{"a": [], "b": 1e999}', "column 16: 1e999 is more than a float holds; write"),
-        ("a.jsonl", b'{"a": {"NaN": "NaN", "b": NaN}}', "column 27: NaN is no number of JSON"),
-        ("a.jsonl", b'{"a": -Infinity}', "column 7: -Infinity is no number of JSON; write null"),
+        ("a.jsonl", b'{"a": {"NaN": "NaN", "b": NaN}}', "column 27: NaN is not a JSON number"),
+        ("a.jsonl", b'{"a": -Infinity}', "column 7: -Infinity is not a JSON number; write null"),
         (
             "a.jsonl",
             rb'{"a": {"b": "\\"}, "b": [{"b": 1}, {"b": "a"}], "\u0061": 2}',

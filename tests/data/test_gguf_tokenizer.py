@@ -85,7 +85,7 @@ def test_a_turn_may_end_with_another_token_than_the_text():
         ({"model": "bert"}, "tokenizer.ggml.model is 'bert', known: gpt2, llama"),
         ({"model": None}, "tokenizer.ggml.model is None"),
         ({"pre": "poro"}, "tokenizer.ggml.pre is 'poro', known: gpt-2, smollm"),
-        ({"tokens": ["a", "a"]}, "no list of different texts"),
+        ({"tokens": ["a", "a"]}, "not a list of distinct strings"),
         ({"token_type": [1]}, "269 tokens have 1 types"),
         ({"merges": ["zz q"]}, "tokens and merges do not fit"),
         ({"merges": ["zz"]}, "tokens and merges do not fit"),
@@ -94,7 +94,7 @@ def test_a_turn_may_end_with_another_token_than_the_text():
         ({"model": "llama"}, "269 tokens have 0 scores"),
     ],
 )
-def test_what_is_missing_or_not_known(change, message):
+def test_missing_or_unknown_gguf_fields_are_refused(change, message):
     change = {f"tokenizer.ggml.{key}": value for key, value in change.items()}
     with pytest.raises(DataError, match=f"^a.gguf: .*{message}"):
         gguf_tokenizer.from_fields(gguf_files.byte_level(**change), "a.gguf")

@@ -45,12 +45,14 @@ def row(**change):
     }
 
 
-def load(rows, tmp_path, pictures=PICTURES, split="train", **settings):
+def load(rows, tmp_path, image_processor=PICTURES, split="train", **settings):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in rows))
     given = {"max_prompt_tokens": 64, "train_files": (str(path),), **settings}
     config = DataConfig(task="files", **given)
-    return datasets.load_dataset(config, TOKENIZER, split, 0, pictures=pictures).prompts
+    return datasets.load_dataset(
+        config, TOKENIZER, split, 0, image_processor=image_processor
+    ).prompts
 
 
 def test_rows_of_every_kind_become_the_same_prompt(tmp_path):
@@ -109,7 +111,7 @@ WRONG = {
     "too narrow": (row(images=[uri(png(2, 900))]), "aspect ratio"),
     "its token": (
         row(prompt=[{"role": "user", "content": "<image><|image_pad|>"}]),
-        "row 2: 2 places of images in the text of the template for 1 images",
+        "row 2: the template renders 2 image placeholders for 1 images",
     ),
 }
 
@@ -138,8 +140,8 @@ def test_rows_that_are_refused(name, tmp_path):
 
 
 def test_a_model_of_text_refuses_images(tmp_path):
-    with pytest.raises(DataError, match="row 1: it has images, but this model reads text alone"):
-        load([row()], tmp_path, pictures=None)
+    with pytest.raises(DataError, match="row 1: it has images, but this model is text-only"):
+        load([row()], tmp_path, image_processor=None)
 
 
 def test_marks_without_a_column_are_text():
@@ -147,7 +149,7 @@ def test_marks_without_a_column_are_text():
     assert split_parts(messages, None, "here") == (messages, [])
 
 
-def test_answers_to_images_bear_the_loss_alone(tmp_path):
+def test_only_answers_to_images_bear_loss(tmp_path):
     path = tmp_path / "rows.jsonl"
     dialogue = [*row()["prompt"], {"role": "assistant", "content": "#3"}]
     path.write_text(json.dumps({"messages": dialogue, "images": row()["images"]}) + "\n")

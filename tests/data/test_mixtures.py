@@ -105,7 +105,7 @@ def test_files_have_the_shares_of_their_weights(stream, tmp_path):
         ({"task": "gsm8k", "stream": True}, "stream", "task='gsm8k' does not stream"),
     ],
 )
-def test_what_cannot_be_mixed_is_refused(changes, field, message):
+def test_mixtures_that_cannot_work_are_refused(changes, field, message):
     config = DataConfig(**{"task": "files", "train_files": ("a", "b"), **changes})
     found = dict(config.problems())
     assert message in found[field]

@@ -28,7 +28,7 @@ from jaxrl_llm.data.tokenizer import character_tokenizer
 TOKENIZER = character_tokenizer()
 
 
-@pytest.fixture(params=["parquet", "jsonl"])
+@pytest.fixture(params=["parquet", "jsonl", "jsonl.gz", "jsonl.zst"])
 def config(request, tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "_WINDOW_BYTES", 600)  # two or three pieces
     monkeypatch.setattr(streaming, "_LINES_BYTES", 200)
@@ -43,7 +43,10 @@ def config(request, tmp_path, monkeypatch):
             parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=5)
         else:
             lines = [json.dumps(row) + "\n" + "\n" * (i % 7 == 0) for i, row in enumerate(rows)]
-            path.write_text("".join(lines).rstrip())
+            content = "".join(lines).rstrip().encode()
+            codec = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
+            with pyarrow.output_stream(path, compression=codec) as file:
+                file.write(content)
     given = (str(tmp_path / "rows"),)
     return functools.partial(
         DataConfig, task="files", train_files=given, stream=True, chat_template=False
@@ -81,6 +84,30 @@ def test_resume_is_exact(config, taken, num_workers):
     assert resumed.take(90 - taken) == whole[taken:]
     with pytest.raises(DataError, match="the saved data position has num_rows="):
         Stream([1], 3).set_state(state)
+
+
+@pytest.mark.parametrize("text", ["[:90%]", "[7:19]", "[-21:]", "[23:24]"])
+def test_slices_of_streamed_rows_are_those_of_memory(config, text):
+    folder = config().train_files[0]
+    of_slice = functools.partial(config, train_files=(f"{folder}{text}",))
+    wanted = worked_examples(of_slice(stream=False), TOKENIZER, "train", 0)
+    count = len(wanted)
+    assert 0 < count < 43 and stream(of_slice(), shuffle=False).take(count) == tuple(wanted)
+    both = stream(of_slice()).take(2 * count)
+    assert sorted(both[:count]) == sorted(both[count:]) == sorted(wanted)
+    first = stream(of_slice())
+    assert first.take(count // 2 + 1) == both[: count // 2 + 1]
+    resumed = stream(of_slice())
+    resumed.set_state(json.loads(json.dumps(first.get_state())))
+    assert resumed.take(2 * count - count // 2 - 1) == both[count // 2 + 1 :]
+
+
+def test_errors_in_a_slice_name_the_line(config):
+    (folder,) = config().train_files
+    with pytest.raises(DataError, match=r"a\.\S+, row 6: this job needs the columns chosen"):
+        preference_pairs(config(train_files=(f"{folder}[5:]",)), TOKENIZER, "train", 0)
+    with pytest.raises(DataError, match=r"\[99:\]: no row of \d+ is in this slice"):
+        stream(config(train_files=(f"{folder}[99:]",)))
 
 
 @pytest.mark.parametrize("weights", [(), (1.0,)])
@@ -135,14 +162,14 @@ def test_every_process_reads_its_pieces_and_gets_all_rows(config, monkeypatch):
     assert min(map(len, opened.values())) > 1
 
 
-def test_what_cannot_be_streamed(config, tmp_path):
+def test_files_and_rows_that_cannot_stream_are_refused(config, tmp_path):
     with pytest.raises(DataError, match=r"all \d+ rows have more tokens than trainer\.max"):
         stream(config(), max_tokens=2).take(1)
-    with pytest.raises(DataError, match=r"[ab]\.\w+, row \d+: this job needs the columns chosen"):
+    with pytest.raises(DataError, match=r"[ab]\.\S+, row \d+: this job needs the columns chosen"):
         preference_pairs(config(), TOKENIZER, "train", 0)
     for name, content, message in (
         ("c.json", "[{}]", r"c\.json: data\.stream reads \.parquet and \.jsonl files; write it"),
-        ("c", "{}", r"c: data\.stream reads \.parquet and \.jsonl files; write it"),
+        ("c", "{}", r"c: unsupported suffix ''; known: \.csv, \.json, \.jsonl, \.parquet"),
         ("c.jsonl", "", r"c\.jsonl: no rows in this file; leave it out"),
         ("c.parquet", "PAR1", r"c\.parquet: cannot be read: .*; is the file complete\?"),
     ):

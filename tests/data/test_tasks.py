@@ -58,7 +58,7 @@ def test_arithmetic_uses_the_last_sum_when_the_space_is_just_enough():
     assert len({*questions(config, "train"), *questions(config, "eval")}) == 100
 
 
-def test_arithmetic_depends_on_the_seed_alone():
+def test_arithmetic_depends_on_the_seed_only():
     config = DataConfig()
     assert questions(config, "train", 1) == questions(config, "train", 1)
     assert questions(config, "train", 1) != questions(config, "train", 2)
@@ -88,7 +88,7 @@ def test_too_few_sums_are_an_error_with_numbers():
     assert not list(DataConfig().problems())
 
 
-def test_gsm8k_row(tmp_path):
+def test_gsm8k_row_has_prompt_and_answer(tmp_path):
     (row,) = task_rows(gsm8k_config(tmp_path, NATURAL), "train", 0)
     assert row["data_source"] == "openai/gsm8k"
     assert row["prompt"] == [

@@ -103,7 +103,7 @@ def test_a_template_file_replaces_the_folders_own(folder, tmp_path):
         load_tokenizer(str(folder), str(tmp_path / "absent.jinja"))
 
 
-def test_template_errors_are_told(tokenizer, folder, tmp_path):
+def test_template_errors_are_reported(tokenizer, folder, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{{ raise_exception('only users, please') }}")
     loaded = load_tokenizer(str(folder), str(template))
@@ -114,7 +114,7 @@ def test_template_errors_are_told(tokenizer, folder, tmp_path):
         render_prompts(loaded, [CHAT])
 
 
-def test_what_cannot_be_loaded_is_named(folder, tmp_path):
+def test_unloadable_tokenizers_are_named(folder, tmp_path):
     with pytest.raises(DataError, match=r"absent.*no such folder"):
         load_tokenizer(str(tmp_path / "absent"))
     (tmp_path / "empty").mkdir()

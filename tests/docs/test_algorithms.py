@@ -5,12 +5,15 @@ import re
 
 import pytest
 
+from jaxrl_llm.algorithms.requirements import loss_hyperparameters
 from jaxrl_llm.config import AlgorithmConfig, recipes
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "algorithms.md").read_text()
 SECTIONS = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", DOCUMENT, re.MULTILINE | re.DOTALL))
 SOURCE = (ROOT / "jaxrl_llm" / "config" / "recipes.py").read_text()
+
+NUMBER = re.compile(r"`(\w+)=([\d.]+)`")
 
 
 def columns(text):
@@ -37,6 +40,8 @@ def test_a_row_says_what_the_recipe_says(name):
     assert advantage.startswith(f"`{config.advantage}`")
     assert ("`group_std=False`" in advantage) == (not config.group_std)
     assert loss.startswith(f"`{config.policy_loss}`")
+    args = {name: value for name, value in NUMBER.findall(loss) if not name.startswith("clip_")}
+    assert args == {name: f"{value:g}" for name, value in config.loss_args.items()}
     assert aggregation == f"`{config.aggregation}`"
     assert (
         kl
@@ -62,17 +67,24 @@ def test_sections_hold_every_name(section, names):
     assert tuple(row[0].strip("`") for row in columns(SECTIONS[section])) == names
 
 
+@pytest.mark.parametrize("name", recipes.POLICY_LOSSES)
+def test_hyperparameters_of_losses_are_those_of_their_signatures(name):
+    ((_, _, cell),) = [row for row in columns(SECTIONS["Policy losses"]) if row[0] == f"`{name}`"]
+    expected = {key: f"{each.default:g}" for key, each in loss_hyperparameters(name).items()}
+    assert dict(NUMBER.findall(cell)) == expected
+
+
 def test_every_kl_estimator_is_named():
     cells = " ".join(row[0] for row in columns(SECTIONS["KL to the reference"]))
     assert tuple(re.findall(r"`(\S+)`", cells)) == recipes.KL_ESTIMATORS
 
 
-def test_links_lead_somewhere():
+def test_links_resolve():
     for target in re.findall(r"\]\(([^)#:]+)\)", DOCUMENT):
         assert (ROOT / "docs" / target).exists(), target
 
 
-def test_settings_exist():
+def test_documented_settings_exist():
     fields = AlgorithmConfig.__dataclass_fields__
-    for name in re.findall(r"--config\.algorithm\.(\w+)=", DOCUMENT):
+    for name in re.findall(r"--config\.algorithm\.(\w+)", DOCUMENT):
         assert name in fields

@@ -1,7 +1,6 @@
 """Every command of the README and the docs is run as written, or listed here with the reason."""
 
 import dataclasses
-import functools
 import pathlib
 import re
 import shlex
@@ -9,7 +8,6 @@ import sys
 
 import commands
 import hub_server
-import jax
 import pytest
 import runs
 import serving_model
@@ -19,7 +17,6 @@ from jaxrl_llm.commands.options import LAUNCH_ONLY_COMMANDS
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.planning import resolve_sizes
 from jaxrl_llm.serving import server
-from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer import rl
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -196,10 +193,8 @@ def test_a_run_is_described_rightly(command, capsys, place, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_commands_of_runs(capsys, place, monkeypatch):
+def test_the_commands_of_runs(capsys, place, one_device, monkeypatch):
     """In the order of the documents, in one folder; later ones use what earlier ones made."""
-    one = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
-    monkeypatch.setattr(mesh_lib, "make_mesh", one)
     monkeypatch.setattr(server, "run", lambda *_, **__: None)
     monkeypatch.chdir(place)
     (place / "my_algorithm.py").write_text(python_of("custom_algorithm.md")[0])

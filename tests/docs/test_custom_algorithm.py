@@ -1,5 +1,6 @@
 """The file in docs/custom_algorithm.md trains, as it stands there."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -7,15 +8,20 @@ import re
 import subprocess
 import sys
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jaxrl_llm.algorithms.aggregation import minibatch_denominators
+from jaxrl_llm.algorithms.losses import policy_objective
 from jaxrl_llm.algorithms.requirements import check_functions
 from jaxrl_llm.config import AlgorithmConfig, ConfigError
+from jaxrl_llm.types import Minibatch
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "custom_algorithm.md").read_text()
 (SOURCE,) = re.findall(r"```python\n(.*?)```", DOCUMENT, flags=re.DOTALL)
-FLAGS = re.findall(r"--config\.\S+:\w+", DOCUMENT)
+FLAGS = re.findall(r"^ {8}(--config\.\S+)", DOCUMENT, re.MULTILINE)
 TINY = {
     "model.hidden_size": 32,
     "model.num_layers": 1,
@@ -53,13 +59,15 @@ def train(folder, flags):
 
 @pytest.mark.slow
 def test_the_file_of_the_document_trains(folder):
-    assert len(FLAGS) == 3
+    assert len(FLAGS) == 4
     result = train(folder, FLAGS)
     assert result.returncode == 0, result.stderr[-4000:]
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     # What only the file's loss and reward report.
     assert all("actor/my_distance" in line["data"] for line in lines)
+    config = json.loads((folder / "run/config.json").read_text())
+    assert config["algorithm"]["loss_args"] == {"softness": 2.0}
     dump = json.loads((folder / "run/rollouts/2.jsonl").read_text().splitlines()[0])
     assert "pred" in dump["details"]
 
@@ -73,6 +81,26 @@ def test_a_wrong_name_ends_the_program_before_it_works(folder):
     assert shown is not None
     assert shown[1] in result.stderr and shown[2] in result.stderr
     assert not (folder / "run").exists()
+
+
+def test_hyperparameters_of_the_loss_reach_it(folder):
+    """Its softness 0 is the plain ratio; out of range it is refused."""
+    mask = jnp.ones((1, 2), bool)
+    batch = dataclasses.replace(
+        Minibatch.zeros(1, 2), loss_mask=mask, advantages=mask + 0.0, correction_weights=mask + 0.0
+    )
+
+    def loss(**loss_args):
+        config = AlgorithmConfig(policy_loss="my_algorithm.py:my_loss", loss_args=loss_args)
+        check_functions(config)
+        now, counts = jnp.full((1, 2), jnp.log(3.0)), minibatch_denominators(mask)
+        return policy_objective(config, now, 0.0 * now, batch, ~mask, counts)[0]
+
+    np.testing.assert_allclose(loss(softness=0.0), -3.0, rtol=1e-6)
+    np.testing.assert_allclose(loss(), -3.0 / (1.0 + 2.0), rtol=1e-6)
+    np.testing.assert_allclose(loss(softness=2.0), -3.0 / (1.0 + 2.0 * 2.0), rtol=1e-6)
+    with pytest.raises(ConfigError, match=r"loss_args\.softness: must be in \[0, 100\], got -1"):
+        loss(softness=-1.0)
 
 
 def test_the_document_lists_what_is_available(folder):
@@ -100,7 +128,7 @@ def test_the_document_lists_what_is_available(folder):
         ("policy_loss", "f = 3", "is a int, not a function"),
     ],
 )
-def test_what_cannot_work_is_named(folder, field, body, message):
+def test_unusable_algorithm_files_are_named(folder, field, body, message):
     (folder / "wrong.py").write_text(body + "\n")
     with pytest.raises(ConfigError, match=f"config.algorithm.{field}.*{message}"):
         check_functions(AlgorithmConfig(**{field: "wrong.py:f"}))

@@ -7,13 +7,22 @@ import re
 import pytest
 
 from jaxrl_llm.config import CurriculumConfig, DataConfig
+from jaxrl_llm.config.bridge import JOBS, from_config_dict
+from jaxrl_llm.config.datasets.presets import PRESETS, TARGETS
+from jaxrl_llm.config.datasets.slices import split_slice
+from jaxrl_llm.config.rollout_data import MAPPING_FIELDS
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.rows.row_files import CODECS, SUFFIXES
 from jaxrl_llm.data.tasks import TASKS, task_rows
 from jaxrl_llm.types import Prompt
 
 DOCUMENT = (pathlib.Path(__file__).parents[2] / "docs" / "data.md").read_text()
-ERRORS = re.findall(r"^\| `([{\[].*)` \| `(.*)` \|$", DOCUMENT, re.MULTILINE)
+BY_CONFIG = DOCUMENT.partition("## Columns by config")[2].partition("## What becomes")[0]
+ERRORS, ERRORS_BY_CONFIG = (
+    re.findall(r"^\| `([{\[].*)` \| `(.*)` \|$", text, re.MULTILINE)
+    for text in (DOCUMENT.partition("## What is an error")[2], BY_CONFIG)
+)
 
 
 def blocks(language):
@@ -56,9 +65,54 @@ def test_errors_are_told_as_it_says(line, message, tmp_path):
     assert "rows.jsonl, row 1" in str(error.value) and message in str(error.value)
 
 
-def test_its_curriculum_works(tmp_path):
+@pytest.mark.parametrize(("line", "message"), ERRORS_BY_CONFIG)
+def test_errors_of_columns_are_told_as_it_says(line, message, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(line + "\n")
+    config = DataConfig(task="files", preset="gsm8k", train_files=(f"{tmp_path}/rows.jsonl",))
+    with pytest.raises(DataError) as error:
+        task_rows(config, "train", 0)
+    assert "rows.jsonl, row 1: " in str(error.value) and message in str(error.value)
+
+
+def test_its_tables_of_presets_and_columns_are_the_code():
+    rows = re.findall(
+        r"^\| `(\w+)` \| ([^|`]+) \| ([a-z_, ]+) \| (.*) \| (.*) \|$", BY_CONFIG, re.M
+    )
+    assert [name for name, *_ in rows] == [name for name in PRESETS if name != "none"]
+    for name, _, jobs, columns, template in rows:
+        preset = PRESETS[name]
+        assert {*jobs.split(", ")} <= set(JOBS)
+        wanted = [f"`{target}={column}`" for target, column in preset.columns.items()]
+        assert columns == ", ".join(wanted)
+        assert template.strip("`").replace("\\n", "\n") == preset.prompt_template
+    described = re.findall(r"^\| `(\w+)` \| ([^|]*) \|$", BY_CONFIG, re.MULTILINE)
+    assert dict(described) == dict(TARGETS)
+    settings = re.findall(r"^\| `data\.(\w+)` \|", BY_CONFIG, re.MULTILINE)
+    assert sorted(settings) == sorted(MAPPING_FIELDS)
+
+
+def test_its_config_is_valid(tmp_path):
+    names: dict = {}
+    exec(blocks("python")[2], names)
+    assert not list(from_config_dict(names["config"]).data.problems())
+
+
+def test_its_table_of_suffixes_is_complete():
+    rows = re.findall(r"^\| `(\.\w+)` \|", DOCUMENT, re.MULTILINE)
+    assert sorted(rows) == list(SUFFIXES)
+    assert all(f".jsonl{codec}" in DOCUMENT for codec in CODECS)
+
+
+def test_its_slices_are_valid():
+    slices = re.findall(r"`(\[[^`]*:[^`]*\])`", DOCUMENT.partition("**Slices.**")[2][:900])
+    assert "[100:200]" in slices and len(slices) >= 5
+    for text in slices:
+        assert text in ("[start:stop]", "[:p%]", "[p%:]") or split_slice(f"a{text}")[1], text
+
+
+def test_documented_curriculum_works(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text(blocks("python")[2])
+    path.write_text(blocks("python")[3])
     config = CurriculumConfig(choice=f"{path}:shortest_first")
     prompts = [Prompt((1,) * (3 + 4 * i), "", "s", None, {}, i) for i in range(4)]
     drawn = Curriculum(prompts, config, 0)

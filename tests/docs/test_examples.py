@@ -1,18 +1,15 @@
 """The configs of docs/examples.md take a step with a small random model, on the documents' rows."""
 
-import functools
 import json
 import pathlib
 import re
 
-import jax
 import pytest
 import runs
 import serving_model
 
 import jaxrl_llm
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.sharding import mesh as mesh_lib
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "examples.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
@@ -38,9 +35,7 @@ EXAMPLES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_step_on_the_rows_of_the_document(name, tmp_path, monkeypatch):
-    one = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
-    monkeypatch.setattr(mesh_lib, "make_mesh", one)
+def test_a_step_on_the_rows_of_the_document(name, tmp_path, one_device, monkeypatch):
     monkeypatch.chdir(tmp_path)
     raw = {"problem": "1+1?", "solution": "It is $\\boxed{2}$."}
     pathlib.Path("math_raw.jsonl").write_text(json.dumps(raw) + "\n")

@@ -24,13 +24,13 @@ def test_every_file_has_a_check_and_a_mention():
 
 
 @pytest.mark.parametrize("name", check.CHECKS)
-def test_it_fails_before_and_passes_after(name):
+def test_exercise_fails_before_and_passes_after_its_solution(name):
     with pytest.raises(NotImplementedError):
         check.CHECKS[name](check.load(name))
     check.CHECKS[name](check.load(name, "solutions"))
 
 
-def test_a_wrong_answer_is_told(capsys, monkeypatch):
+def test_wrong_answer_is_reported(capsys, monkeypatch):
     wrong = check.load("gae")
     wrong.gae = lambda rewards, values, gamma, gae_lambda: rewards - values
     right = check.load("pass_at_k", "solutions")

@@ -29,7 +29,7 @@ def blocks(path):
 BLOCKS = {path: found for path in sorted(DOCS.rglob("*.md")) if (found := blocks(path))}
 
 
-def test_there_are_many():
+def test_enough_snippets_are_found():
     count = sum(map(len, BLOCKS.values()))
     print(f"{count} blocks in {len(BLOCKS)} documents")
     assert count > 20
@@ -63,7 +63,7 @@ def test_a_documents_blocks_run(path, place):
         assert list(config.warnings()) == []
 
 
-def test_what_the_examples_write(place):
+def test_documented_examples_write_these_rows_and_scores(place):
     names: dict = {}
     for _, text in BLOCKS[DOCS / "examples.md"]:
         exec(text, names)

@@ -1,6 +1,5 @@
 """Runs that several tests look at, each made once a session, and what they share."""
 
-import contextlib
 import fcntl
 import os
 import pathlib
@@ -64,28 +63,12 @@ def ppo_run(made_once, cache) -> pathlib.Path:
     return made_once("ppo", make) / "run"
 
 
-@contextlib.contextmanager
-def on_one_device():
-    """Makes meshes of one device: eight on two cores would wait for each other."""
-    with pytest.MonkeyPatch.context() as patch:
-        make, one = mesh_lib.make_mesh, jax.devices()[:1]
-        patch.setattr(mesh_lib, "make_mesh", lambda config, devices=None: make(config, one))
-        yield
-
-
-@pytest.fixture
-def one_device():
-    """Runs of the test in this process have one device; those of other tests have eight."""
-    with on_one_device():
-        yield
-
-
 @pytest.fixture(scope="session")
 def taught(made_once) -> pathlib.Path:
     """The product of the warm start that all runs on sums begin from."""
 
     def teach(workdir):
-        with on_one_device():
+        with mesh_lib.use_devices(jax.devices()[:1]):
             rl.train(recipe_settings.config("grpo", {"trainer": {"num_steps": 1}}), workdir)
 
     return made_once("taught", teach) / "warm_start"

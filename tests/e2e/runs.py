@@ -113,22 +113,27 @@ def flags(name: str, settings: Mapping[str, Any] = {}) -> list[str]:
     ]
 
 
-def start(program: str, arguments: Iterable[Any], cache: Any, **options: Any) -> subprocess.Popen:
-    """Starts `launch/PROGRAM.py` on one CPU device; `cache` keeps compiled programs."""
+def start(
+    program: str, arguments: Iterable[Any], cache: Any, root: pathlib.Path = ROOT, **options: Any
+) -> subprocess.Popen:
+    """Starts `launch/PROGRAM.py` on one CPU device; `cache` keeps compiled programs.
+
+    `root` is the source tree whose program and package run.
+    """
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": str(root),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": quick_compiler.flags(1),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     return subprocess.Popen(
-        [sys.executable, ROOT / "launch" / f"{program}.py", *map(str, arguments)],
+        [sys.executable, root / "launch" / f"{program}.py", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=ROOT,
+        cwd=root,
         env=environment,
         **options,
     )

@@ -9,6 +9,7 @@ import recipe_settings
 import runs
 
 from jaxrl_llm.config.bridge import from_config_dict
+from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer import rl
 
 STEPS = 4
@@ -40,16 +41,14 @@ APART = {
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch):
+def train(tmp_path):
     """Returns `train(name, settings, num_devices=1) -> (folder, weights)`."""
-    every = jax.devices()
 
     def begin(name, *settings, num_devices=1):
         values = recipe_settings.merged(recipe_settings.SUMS, recipe_settings.UNTAUGHT)
         for more in (SMALL, *settings):
             values = recipe_settings.merged(values, more)
-        with monkeypatch.context() as patch:
-            patch.setattr(jax, "devices", lambda *a: every[:num_devices])
+        with mesh_lib.use_devices(jax.devices()[:num_devices]):
             state = rl.train(from_config_dict(values), tmp_path / name)
         return tmp_path / name, jax.device_get(state.policy.params)
 

@@ -131,7 +131,7 @@ def test_a_file_without_rows(tmp_path):
     assert "no rows in this file" in refused(tmp_path, from_rows(tmp_path), DataError)
 
 
-def test_no_file(tmp_path):
+def test_missing_file_is_named(tmp_path):
     settings = from_rows(tmp_path, GOOD) | {"data.eval_files": ()}
     said = refused(tmp_path, settings, DataError)
     assert "config.data.eval_files" in said and "or set evaluation.before=False" in said

@@ -9,6 +9,7 @@ import runs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.workdir import SEAL_FILE, claim_workdir
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.planning import resolve_sizes
 from jaxrl_llm.rewards.reward_pool import RewardError
 from jaxrl_llm.trainer import rl
 
@@ -77,7 +78,8 @@ def test_a_stop_token_beyond_the_vocabulary(tmp_path):
 
 
 def test_fewer_steps_than_are_done(tmp_path):
-    claim_workdir(runs.config("grpo_tiny", {"trainer.num_steps": 7}), tmp_path)
+    config = runs.config("grpo_tiny", {"trainer.num_steps": 7})
+    claim_workdir(resolve_sizes.resolve(config, tmp_path), tmp_path)
     (tmp_path / "checkpoints" / "7").mkdir(parents=True)
     (tmp_path / "checkpoints" / "7" / SEAL_FILE).write_text("{}")  # else it counts as no step
     before = (tmp_path / "config.json").read_text()

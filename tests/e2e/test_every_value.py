@@ -1,24 +1,24 @@
 """Every number and text at what users get wrong: one clear problem, or a run that takes a step."""
 
-import dataclasses
 import json
 import math
 import os
 import pathlib
 import re
 import tempfile
-import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import pytest
 import runs
-from config_fields import listed
+from config_fields import declared, nested
 
 import jaxrl_llm
+from jaxrl_llm.algorithms.requirements import loss_hyperparameters
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.bridge import JOBS, from_config_dict
+from jaxrl_llm.config.recipes import POLICY_LOSSES
 from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.hf import checkpoint, config_reader
@@ -91,6 +91,12 @@ READ_WITH: Mapping[str, Mapping[str, Any]] = {
     "warm_start": {"warm_start.num_steps": 1},
     "rollout": {"evaluation.after": True},
     "data.prompt_column": ROWS,
+    "data.prompt_template": ROWS,
+    "data.system_prompt": ROWS,
+    "data.answer_pattern": {**ROWS, "data.columns": {"answer": "data_source"}},
+    "data.extra_columns": ROWS,
+    "data.transcript_roles": ROWS,
+    "data.data_source": ROWS,
     "data.train_files": FILES,
     "data.train_weights": {**ROWS, **WEIGHTS},
     "data.last_train_weights": {**ROWS, **WEIGHTS},
@@ -101,10 +107,13 @@ READ_WITH: Mapping[str, Mapping[str, Any]] = {
     "router": EXPERTS,
     "router.bias_rate": {"model.path": "EXPERTS"},
     "model.chat_template": {"data.chat_template": True},
-    "algorithm.sapo": {"algorithm.policy_loss": "sapo"},
-    "algorithm.dro": {"algorithm.policy_loss": "dro"},
-    "algorithm.clip_cov": {"algorithm.policy_loss": "clip_cov"},
-    "algorithm.kl_cov": {"algorithm.policy_loss": "kl_cov"},
+    "algorithm.loss_args.tau": {"algorithm.policy_loss": "sapo"},
+    "algorithm.loss_args.beta": {"algorithm.policy_loss": "dro"},
+    "algorithm.loss_args.coef": {"algorithm.policy_loss": "kl_cov"},
+    **{
+        f"algorithm.loss_args.{name}": {"algorithm.policy_loss": "clip_cov"}
+        for name in ("share", "low", "high")
+    },
     "algorithm.rejection": {
         "algorithm.rejections": ("token_k1",),
         "algorithm.rejection_lows": (0.5,),
@@ -128,9 +137,9 @@ READ_WITH: Mapping[str, Mapping[str, Any]] = {
         },
     },
     "alerts": {
-        f"{key.removeprefix('config.')}": "continue"
-        for key, _, _ in listed(RLConfig)
-        if key.startswith("config.alerts") and key.endswith("action")
+        key: "continue"
+        for key, *_ in declared(RLConfig)
+        if key.startswith("alerts") and key.endswith("action")
     },
 }
 # Entries of mappings, each named differently: a reward and a cost may not share a name.
@@ -142,19 +151,17 @@ ENTRIES = {
 }
 
 
-def fields(job: str) -> dict[str, tuple[type, bool]]:
-    """Returns of every number and text of a job its type, and whether it is a tuple of them."""
-    found: dict[str, tuple[type, bool]] = {}
-    for key, hint, rule in listed(JOBS[job]):
-        several = typing.get_origin(hint) is tuple
-        kind = typing.get_args(hint)[0] if several else hint
-        if kind in (int, float, str) and rule is not None:
-            found[key.removeprefix("config.")] = kind, several
-    return found
-
-
-FIELDS = {job: fields(job) for job in JOBS}
+# Type of every number and text of a job, and whether the field is a tuple of them.
+FIELDS: dict[str, dict[str, tuple[type, bool]]] = {
+    job: {f.key: (f.kind, f.is_tuple) for f in declared(cls) if f.kind in (int, float, str)}
+    for job, cls in JOBS.items()
+}
 FIELDS["rl"]["placement.roles.policy"] = str, False
+FIELDS["rl"] |= {
+    f"algorithm.loss_args.{name}": (float, False)
+    for loss in POLICY_LOSSES
+    for name in loss_hyperparameters(loss)
+}
 
 
 def read_with(key: str) -> str:
@@ -178,17 +185,12 @@ def described(keys: list[str], value: Any, job: str, files: pathlib.Path) -> dic
         changes[renamed(key)] = (value,) if FIELDS[job][key][1] else value
     found: dict[str, Any] = runs.values("grpo_tiny").to_dict() if job == "rl" else {}
     found.get("rewards", {}).pop("functions", None)
-    known = {field.name for field in dataclasses.fields(JOBS[job])}
+    known = vars(JOBS[job]())
     places = {("ROWS",): (str(files / f"{job}.jsonl"),), "EXPERTS": str(files / "experts")}
-    for where, item in changes.items():
-        first, *_ = *path, last = where.split(".")
-        if first not in known:
-            continue
-        group = found
-        for name in path:
-            group = group.setdefault(name, {})
-        group[last] = places.get(item, item)
-    return {**found, "job": job}
+    placed = {key: places.get(item, item) for key, item in changes.items()}
+    return nested(
+        {k: v for k, v in placed.items() if k.split(".")[0] in known}, {**found, "job": job}
+    )
 
 
 def refusal(key: str, value: Any, job: str, files: pathlib.Path) -> str:

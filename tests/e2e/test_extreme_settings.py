@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import runs
-from config_fields import listed
+from config_fields import declared
 
+from jaxrl_llm.algorithms.requirements import loss_hyperparameters
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.validation import Range
 from jaxrl_llm.trainer import rl
 
 NUMBERS = (math.inf, -1, 0, 1e-30, 1e30)
 # What the run must have for its size, and -1 as "the rest" of devices, of which there is one.
-SIZES = ("config.mesh", "config.placement", "config.preference", "config.warm_start.num_steps")
+SIZES = ("mesh", "placement", "preference", "warm_start.num_steps")
 BASE = {
     **runs.SAFE_RLHF,
     "rewards.cost_functions": {"long": {"function": "length"}},
@@ -23,14 +24,21 @@ BASE = {
 }
 
 
-def extremes(number: float) -> dict[str, Any]:
-    """Returns the fields that admit a number, at that number."""
+def extremes(number: float, loss: str = "vanilla") -> dict[str, Any]:
+    """Returns the fields and the hyperparameters of a loss that admit a number, at that number."""
     found = {
-        key.removeprefix("config."): number
-        for key, hint, rule in listed(RLConfig)
+        key: number
+        for key, hint, rule, _ in declared(RLConfig)
         if isinstance(rule, Range) and "NAME" not in key and not key.startswith(SIZES)
         if number in rule and (hint is float or (hint is int and isinstance(number, int)))
     }
+    found.update(
+        {
+            f"algorithm.loss_args.{name}": number
+            for name, each in loss_hyperparameters(loss).items()
+            if number in each.range
+        }
+    )
     if not number:  # greedy samples of a prompt would be the same
         found.update({"algorithm.samples_per_prompt": 1, "trainer.minibatch_size": 2})
     # Of models with experts, and biases that select them.
@@ -63,7 +71,7 @@ LOSSES = ("vanilla", "sapo", "dro", "clip_cov", "kl_cov", "cispo", "gspo", "geo_
     "number, loss", list(itertools.product(NUMBERS, LOSSES)), ids=lambda value: str(value)
 )
 def test_every_extreme_alone_takes_a_step(number, loss, tmp_path, one_device):
-    for i, (key, value) in enumerate(extremes(number).items()):
+    for i, (key, value) in enumerate(extremes(number, loss).items()):
         changes = {**BASE, "algorithm.policy_loss": loss, key: value}
         if key.endswith("temperature"):
             changes.update({"algorithm.samples_per_prompt": 1, "trainer.minibatch_size": 2})

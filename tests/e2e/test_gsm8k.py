@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
+import tiny
 import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -118,7 +119,7 @@ def exported(trained, cache) -> pathlib.Path:
 
 
 @pytest.mark.slow
-def test_three_steps(trained, exported, gsm8k, model):
+def test_three_steps_on_gsm8k(trained, exported, gsm8k, model):
     found = runs.metrics(trained)
     assert list(found) == [0, 1, 2, 3]
     assert "val-core/openai/gsm8k/mean@1" in found[0].keys() & found[3].keys()
@@ -157,7 +158,7 @@ def test_transformers_computes_the_same(trained, exported, gsm8k, torch):
 
     @jax.jit
     def forward(params, tokens):
-        hidden = network.hidden_states(params, tokens, positions, jnp.ones_like(tokens))
+        hidden = tiny.hidden_states(network)(params, tokens, positions, jnp.ones_like(tokens))
         return network.logits(params, hidden)
 
     with jax.set_mesh(policy.models.mesh):

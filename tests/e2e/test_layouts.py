@@ -12,6 +12,7 @@ from jaxrl_llm.config import ConfigError, layout_requests
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.errors import Interrupted
 from jaxrl_llm.sampling import async_source
+from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer import idle_balancing, relayout_schedule, rl
 from jaxrl_llm.trainer.run import TrainingRun
 
@@ -32,16 +33,15 @@ TENSOR = {"mesh": {"fsdp": 1, "tensor": 2}}
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch):
-    """Returns `train(name, settings) -> (folder, weights)`, on two devices."""
-    two = jax.devices()[:2]
-    monkeypatch.setattr(jax, "devices", lambda *a: two)
+def train(tmp_path):
+    """Returns `train(name, settings, num_devices=2) -> (folder, weights)`."""
 
-    def begin(name, *settings):
+    def begin(name, *settings, num_devices=2):
         values = recipe_settings.merged(recipe_settings.SUMS, recipe_settings.UNTAUGHT)
         for more in (SMALL, *settings):
             values = recipe_settings.merged(values, more)
-        state = rl.train(from_config_dict(values), tmp_path / name)
+        with mesh_lib.use_devices(jax.devices()[:num_devices]):
+            state = rl.train(from_config_dict(values), tmp_path / name)
         return tmp_path / name, jax.device_get(state)
 
     return begin
@@ -133,9 +133,6 @@ def test_a_command_is_followed_refused_and_remembered(train, tmp_path, monkeypat
 @pytest.mark.nightly
 def test_devices_follow_idle_times(tmp_path, monkeypatch):
     """As if the config had named the layout for that step."""
-    three = jax.devices()[:3]
-    monkeypatch.setattr(jax, "devices", lambda *a: three)
-    monkeypatch.setattr(jax, "device_count", lambda *a: 3)
     monkeypatch.setattr(async_source, "_all_ready", lambda pending: True)  # else it depends on time
     learners = dict.fromkeys(("policy", "critic", "reference", "reward"), "learn")
     settings = {
@@ -152,7 +149,8 @@ def test_devices_follow_idle_times(tmp_path, monkeypatch):
         values = recipe_settings.merged(recipe_settings.SUMS, recipe_settings.UNTAUGHT)
         for more in (SMALL, settings, changes):
             values = recipe_settings.merged(values, more)
-        state = rl.train(from_config_dict(values), tmp_path / name)
+        with mesh_lib.use_devices(jax.devices()[:3]):
+            state = rl.train(from_config_dict(values), tmp_path / name)
         return tmp_path / name, jax.device_get(state)
 
     text = "placement.pools.learn.devices=2 placement.pools.sample.devices=1"
@@ -169,7 +167,7 @@ def test_devices_follow_idle_times(tmp_path, monkeypatch):
     assert_same(found, wanted)
 
 
-def test_what_is_no_layout_is_refused(tmp_path):
+def test_malformed_layouts_are_refused(tmp_path):
     values = recipe_settings.merged(recipe_settings.SUMS, SMALL)
     config = from_config_dict(values)
     assert (

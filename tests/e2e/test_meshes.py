@@ -11,6 +11,7 @@ import recipe_settings
 
 from jaxrl_llm.checkpoint import saver
 from jaxrl_llm.config.bridge import from_config_dict
+from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer import rl, supervised
 
 STEPS = 3
@@ -67,8 +68,7 @@ def config(recipe, mesh, reward, **changes):
 def run(recipe, mesh, workdir, devices, **changes):
     reward = workdir.with_suffix(".py")
     reward.write_text(REWARD)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda: devices)
+    with mesh_lib.use_devices(devices):
         return rl.train(config(recipe, mesh, reward, **changes), workdir)
 
 
@@ -126,7 +126,7 @@ def test_any_mesh_takes_the_steps_of_one_device(recipe, name, on_one_device, tmp
 
 
 @pytest.mark.slow
-def test_what_rests_in_host_memory_changes_no_bit(tmp_path):
+def test_host_offload_changes_no_bit(tmp_path):
     mesh, resting = {"fsdp": 8}, {"fsdp": 8, "on_host": ["optimizer", "reference"]}
     wanted = run("ppo", mesh, tmp_path / "device", jax.devices())
     found = run("ppo", resting, tmp_path / "host", jax.devices())
@@ -229,8 +229,7 @@ def test_jobs_on_stages_take_the_steps_of_one_device(job, tmp_path):
             "mesh": mesh,
             "metrics": recipe_settings.SUMS["metrics"],
         }
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jax, "devices", lambda mine=devices[: 4 if mesh else 1]: mine)
+        with mesh_lib.use_devices(devices[: 4 if mesh else 1]):
             supervised.train(from_config_dict(settings), tmp_path / str(number))
         found.append(recipe_settings.metrics(tmp_path / str(number)))
     for step in range(1, STEPS + 1):

@@ -90,7 +90,7 @@ def test_killed_at_another_moment(moment, tmp_path, grpo_run, cache):
 
 
 @pytest.mark.nightly
-def test_killed_three_times(tmp_path, ppo_run, cache):
+def test_run_killed_three_times_repeats_itself(tmp_path, ppo_run, cache):
     arguments = [*runs.flags("ppo_tiny"), f"--workdir={tmp_path / 'run'}"]
     for step in (2, 4, 6):
         killed_when(

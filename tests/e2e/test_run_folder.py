@@ -46,7 +46,7 @@ def check_folder(workdir, wanted: set[str]) -> None:
     assert not [path for path in workdir.rglob("*") if "tmp" in path.name]
 
 
-def test_grpo(grpo_run):
+def test_grpo_run_folder_is_complete(grpo_run):
     check_folder(grpo_run, GRPO_NUMBERS)
     row = json.loads((grpo_run / "rollouts" / "1.jsonl").read_text().splitlines()[0])
     assert row["input"].count("+") == 2 and row["step"] == 1
@@ -56,7 +56,7 @@ def test_grpo(grpo_run):
 
 
 @pytest.mark.slow
-def test_ppo(ppo_run):
+def test_ppo_run_folder_is_complete(ppo_run):
     check_folder(ppo_run, (GRPO_NUMBERS - {"actor/kl_loss"}) | PPO_NUMBERS)
     assert any((ppo_run / "profile").rglob("*.xplane.pb"))
 
@@ -68,7 +68,7 @@ def test_the_engine_and_the_learner_agree(grpo_run):
             assert data["training/rollout_probs_diff_max"] < 1e-4
 
 
-def test_what_a_run_says_is_for_people(grpo_run):
+def test_run_output_is_readable(grpo_run):
     out = (grpo_run.parent / "stdout").read_text().splitlines()
     assert [line.split()[0] for line in out[:5]] == [
         "policy", "devices", "memory", "steps", "files"
@@ -111,7 +111,7 @@ def test_evaluate_repeats_the_run_s_own_number(grpo_run, capsys, one_device):
 
 
 @pytest.mark.slow
-def test_what_evaluate_says_is_for_people(grpo_run, cache):
+def test_evaluate_output_is_readable(grpo_run, cache):
     flags = [f"--workdir={grpo_run}", "--num_prompts=8"]
     result = runs.finish(runs.start("evaluate", flags, cache))
     assert result.returncode == 0, result.stderr[-4000:]

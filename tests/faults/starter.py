@@ -46,7 +46,7 @@ POINTS = {
     "rollout_before": (source.SyncSource, "next_batch", "before", 1),
     "rollout_during": (Engine, "_read_chunk", "after", 2),
     "rollout_after": (episodes, "rollout", "after", 1),
-    "reward_during": (reward_pool._Worker, "begin", "after", 5),
+    "reward_during": (reward_pool, "_request", "after", 5),
     "collected": (source.SyncSource, "next_batch", "after", 1),
     "predicted": (batches, "assemble", "before", 1),
     "estimated": (alerts.Alerts, "allow_update", "before", 1),

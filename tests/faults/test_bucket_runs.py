@@ -12,10 +12,14 @@ import signal
 import time
 
 import fsspec
+import processes
 import pytest
+import runs
 import starter
 from bucket_servers import BUCKET, FaultyProxy, client_environment, running_server
 from test_kill_points import SETTINGS, Starter, check_same, end_at
+
+from jaxrl_llm.checkpoint import seal
 
 KILL_POINTS = tuple(name for name in starter.OF_BUCKETS if name != "save_begun")
 FEW = ("object_half", "item_complete", "seal_half")
@@ -160,6 +164,29 @@ def test_a_second_writer_is_refused(endpoint, kind, tmp_path, cache, monkeypatch
         assert "Traceback" not in said
         os.kill(child_of(first), signal.SIGTERM)
         assert int(first._process.stdout.readline()) == 75
+
+
+@pytest.mark.slow
+@pytest.mark.multihost
+@pytest.mark.parametrize("kind", ["s3"])
+def test_one_process_goes_on_from_a_checkpoint_of_two(
+    endpoint, download, kind, tmp_path, cache, monkeypatch
+):
+    for name, value in client_environment(kind, endpoint).items():
+        monkeypatch.setenv(name, value)
+    settings = {**SETTINGS, "trainer.num_steps": 2}
+    command = [runs.ROOT / "launch" / "train.py", *runs.flags("grpo_tiny", settings)]
+    address = f"{kind}://{BUCKET}/two"
+    for folder in (tmp_path / "reference", address):
+        processes.run([*command, f"--workdir={folder}"], 2, 1, cache)
+    settings["trainer.num_steps"] = 4
+    for folder, place in ((tmp_path / "reference", ""), (tmp_path / "run", address)):
+        with Starter("grpo_tiny", folder, cache, place, **settings) as start:
+            assert start.run() == 0, start.log.read_text()[-3000:]
+            assert "resumed after step 2" in start.log.read_text()
+    download(address, tmp_path / "run")
+    check_same(tmp_path / "run", tmp_path / "reference", 4, LEARNED)
+    assert seal.damage(tmp_path / "run" / "checkpoints" / "2") == ""
 
 
 def send_order(start: Starter) -> None:

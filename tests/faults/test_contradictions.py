@@ -72,7 +72,7 @@ def fault(case, seed, folder):
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(CASES), ids=lambda case: case.__name__)
-def test_one_contradiction(case, tmp_path):
+def test_every_single_contradiction_is_named(case, tmp_path):
     assert not fault(case, 0, tmp_path / "folder")
 
 

@@ -74,7 +74,7 @@ def load(path: pathlib.Path, chat_template: bool) -> None:
 
 @LENIENT
 @given(found=st.lists(rows, min_size=1, max_size=4), chat_template=st.booleans())
-def test_rows_of_json(tmp_path_factory, found, chat_template):
+def test_hostile_json_rows_load_or_raise_data_errors(tmp_path_factory, found, chat_template):
     path = tmp_path_factory.getbasetemp() / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
     load(path, chat_template)
@@ -91,7 +91,7 @@ def test_bytes_that_are_no_rows(tmp_path_factory, data):
 
 @LENIENT
 @given(found=st.lists(rows, min_size=1, max_size=4))
-def test_rows_of_parquet(tmp_path_factory, found):
+def test_hostile_parquet_rows_load_or_raise_data_errors(tmp_path_factory, found):
     path = tmp_path_factory.getbasetemp() / "rows.parquet"
     try:
         parquet.write_table(pyarrow.Table.from_pylist(found), path)
@@ -107,7 +107,7 @@ def test_rows_of_parquet(tmp_path_factory, found):
     | st.builds(np.float32, st.floats(width=32))
     | st.builds(lambda x: {"score": x, "why": "text"}, st.floats() | st.integers())
 )
-def test_what_a_reward_function_returns(result):
+def test_reward_results_are_finite_or_refused(result):
     try:
         found = reward_worker.checked_result(result)
     except (TypeError, ValueError) as error:

@@ -175,13 +175,13 @@ def steps_of(moments) -> int:
 
 
 @pytest.mark.slow
-def test_a_few_points(tmp_path, cache):
+def test_run_killed_at_some_points_resumes(tmp_path, cache):
     chain("grpo_tiny", tmp_path, cache, FEW, steps_of(FEW), "critic/score/mean")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["grpo_tiny", "ppo_tiny"])
-def test_every_point(name, tmp_path, cache):
+def test_run_killed_at_every_point_resumes(name, tmp_path, cache):
     assert len(starter.POINTS) >= 20
     every = itertools.product(starter.POINTS, ("SIGKILL", "SIGTERM"))
     moments = [FEW[0], *every]

@@ -104,7 +104,7 @@ def test_the_jobset_counts_its_processes_once(jobset):
     assert {"containerPort": 8476} in container["ports"]
 
 
-def test_the_jobset_starts_a_program_that_is_there(jobset):
+def test_jobset_starts_an_existing_program(jobset):
     (job,) = jobset["spec"]["replicatedJobs"]
     pod = job["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]

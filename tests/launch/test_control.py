@@ -24,28 +24,31 @@ def workdir(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("mesh.fsdp={", "mesh.fsdp: '{' is no value (expected the node content"),
-        ("mesh.fsdp=!!python/object:os.system", "is no value (could not determine a constructor"),
-        ("mesh.fsdp=!!bool", "mesh.fsdp: '!!bool' is no value"),
-        ("mesh.fsdp=!!timestamp", "mesh.fsdp: '!!timestamp' is no value"),
-        ("mesh.fsdp=!x", "mesh.fsdp: '!x' is no value"),
-        ("mesh.fsdp=*a", "mesh.fsdp: '*a' is no value"),
-        ("mesh.fsdp=", "mesh.fsdp: '' is no single value; write a number or a name"),
-        ("mesh.fsdp=&a", "mesh.fsdp: '&a' is no single value"),
-        ("mesh.fsdp=null", "mesh.fsdp: 'null' is no single value"),
-        ("mesh.fsdp=[1]", "mesh.fsdp: '[1]' is no single value; write a number or a name"),
-        ("mesh.fsdp={a:1}", "mesh.fsdp: '{a:1}' is no single value"),
-        ("mesh.fsdp=" + "[" * 4000, "is no value"),
+        ("mesh.fsdp={", "mesh.fsdp: '{' is not a value (expected the node content"),
+        (
+            "mesh.fsdp=!!python/object:os.system",
+            "is not a value (could not determine a constructor",
+        ),
+        ("mesh.fsdp=!!bool", "mesh.fsdp: '!!bool' is not a value"),
+        ("mesh.fsdp=!!timestamp", "mesh.fsdp: '!!timestamp' is not a value"),
+        ("mesh.fsdp=!x", "mesh.fsdp: '!x' is not a value"),
+        ("mesh.fsdp=*a", "mesh.fsdp: '*a' is not a value"),
+        ("mesh.fsdp=", "mesh.fsdp: '' is not a single value; write a number or a name"),
+        ("mesh.fsdp=&a", "mesh.fsdp: '&a' is not a single value"),
+        ("mesh.fsdp=null", "mesh.fsdp: 'null' is not a single value"),
+        ("mesh.fsdp=[1]", "mesh.fsdp: '[1]' is not a single value; write a number or a name"),
+        ("mesh.fsdp={a:1}", "mesh.fsdp: '{a:1}' is not a single value"),
+        ("mesh.fsdp=" + "[" * 4000, "is not a value"),
         ("mesh.fsdp=" + "9" * 4000, "config.mesh.fsdp"),
-        ("mesh.fsdp=\x01", "is no value"),
+        ("mesh.fsdp=\x01", "is not a value"),
         ("mesh.fsdp=1:30", "config.mesh.fsdp: expected int, got '1:30'"),  # 90 in YAML 1.1
         ("mesh.fsdp=true", "config.mesh.fsdp: expected int, got True"),
         ("mesh.fsdp=0x2", "config.mesh.fsdp: expected int, got '0x2'"),
-        ("placement.choice={", "placement.choice: '{' is no value"),
+        ("placement.choice={", "placement.choice: '{' is not a value"),
         ("{", "'{' is not KEY=VALUE"),
     ],
 )
-def test_what_is_no_layout_is_a_message(capsys, workdir, text, said):
+def test_malformed_layout_gets_a_message(capsys, workdir, text, said):
     with exclusive_lock(workdir):
         assert said in refused(capsys, "control", f"--workdir={workdir}", "--wait_s=1", text)
     assert layout_requests.pending_request(workdir) is None
@@ -89,7 +92,7 @@ def test_a_run_that_ends_before_it_answers(capsys, workdir):
     )  # a later run does not do what nobody waits for
 
 
-def test_an_answer_is_told(capsys, workdir):
+def test_answer_to_a_request_is_printed(capsys, workdir):
     # A kill cut a line off, and one is no answer at all.
     (workdir / "layouts.jsonl").write_text('7\n{"step": 1, "layo')
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import runs
 import serving_model
+import tiny
 import transformers
 from commands import call
-from test_jobs import one_device  # noqa: F401
 
 import jaxrl_llm
 from jaxrl_llm import saved_policy
@@ -24,7 +24,9 @@ def ours(workdir):
         np.arange(TOKENS.shape[1], dtype=np.int32),
     )
     with jax.set_mesh(found.models.mesh):
-        hidden = found.network.hidden_states(params, TOKENS, positions[None], np.ones_like(TOKENS))
+        hidden = tiny.hidden_states(found.network)(
+            params, TOKENS, positions[None], np.ones_like(TOKENS)
+        )
         if found.network.head == "lm":
             return np.asarray(found.network.logits(params, hidden))[0, -1]
         return np.asarray(hidden[0, -1] @ params["score"].T)
@@ -32,7 +34,9 @@ def ours(workdir):
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["whole", "adapters"])
 @pytest.mark.parametrize("job", ["sft", "dpo", "reward_model"])
-def test_others_compute_the_same(job, adapters, tmp_path, capsys, monkeypatch, torch, one_device):  # noqa: F811
+def test_transformers_and_peft_compute_the_same(
+    job, adapters, tmp_path, capsys, monkeypatch, torch, one_device
+):
     import peft
 
     serving_model.make_folder(tmp_path / "base")

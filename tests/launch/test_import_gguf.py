@@ -12,7 +12,7 @@ from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.models.hf import checkpoint, config_reader, safetensors_file
 
 
-def test_import(capsys, tmp_path, monkeypatch):
+def test_imported_gguf_is_a_model_folder(capsys, tmp_path, monkeypatch):
     file = gguf_files.make(tmp_path / "model.gguf", "llama", GGMLQuantizationType.Q8_0)
     out = tmp_path / "folder"
     flags = [f"--file={file}", f"--out={out}"]

@@ -1,13 +1,11 @@
 """The command trains whatever job a config names; a job that ended in its middle goes on."""
 
-import functools
 import json
 import os
 import signal
 import sys
 
 import commands
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -18,7 +16,6 @@ import jaxrl_llm
 from jaxrl_llm import program
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.metrics.writer import Writer
-from jaxrl_llm.sharding import mesh as mesh_lib
 
 FILE = """
 from jaxrl_llm.config.bridge import default_config_dict
@@ -40,12 +37,6 @@ def get_config():
     config.metrics.tensorboard = config.metrics.console = False
     return config
 """
-
-
-@pytest.fixture
-def one_device(monkeypatch):
-    make = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
-    monkeypatch.setattr(mesh_lib, "make_mesh", make)
 
 
 @pytest.fixture
@@ -245,7 +236,7 @@ def test_dpo_is_a_job(learns, tmp_path, one_device):
     ],
     ids=str,
 )
-def test_what_is_no_job_is_refused(changes, message, tmp_path, one_device):
+def test_unknown_jobs_are_refused(changes, message, tmp_path, one_device):
     with pytest.raises(ConfigError, match=message):
         jaxrl_llm.train(changes, tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoints").exists()

@@ -236,7 +236,7 @@ def test_accumulate_sums_over_what_is_used():
         assert found == {"sum": 66.0, "calls": int(packed.count)}
 
 
-def test_by_hand():
+def test_packed_rows_by_hand():
     # Rows of 8: [6, 2], [5, 3], [4]; one shard, two rows a microbatch.
     lengths = np.array([4, 6, 3, 5, 2, 7])
     packed = Packer(16, 1).pack(lengths, np.array([0, 1, 2, 3, 4]), width=8)
@@ -270,7 +270,7 @@ def shapes(packer, seeds, spread=1.0):
     return [str(shape) for shape in found]
 
 
-def test_shapes_are_few():
+def test_few_distinct_shapes_are_compiled():
     # Log-normal lengths: the number of rows differs every step, shapes settle.
     packer = Packer(1024 * 64, 2)
     found = shapes(packer, range(100))
@@ -280,6 +280,32 @@ def test_shapes_are_few():
     resumed = Packer(1024 * 64, 2)
     resumed.set_state(packer.get_state())
     assert shapes(resumed, range(100, 120)) == shapes(packer, range(100, 120))
+
+
+def test_the_memo_of_shapes_has_the_keys_of_checkpoints():
+    kind = batches.BatchKind(16, 352, 2)
+    memo = batches.ShapeMemo(
+        fixed={2: 1},
+        shared_width={kind: 0},
+        rows={kind: 8},
+        several_rows={kind: 4},
+        microbatches={16: 3},
+        slots={(16, 4): 5},
+        scored_eighths={352: 6},
+        key_blocks={352: 7},
+    )
+    state = {
+        "settled over 2": 1,
+        "shared by 16 of 352 over 2": 0,
+        "16 in rows of 352 over 2": 8,
+        "microbatches of 16 in rows of 352 over 2": 4,
+        "microbatches of 16": 3,
+        "places of 16 in 4 rows": 5,
+        "scored in rows of 352": 6,
+        "blocks seen in rows of 352": 7,
+    }
+    assert memo.to_json() == state
+    assert batches.ShapeMemo.from_json(state) == memo
 
 
 @pytest.mark.parametrize("budget", [512, 1536])

@@ -18,6 +18,7 @@ from jaxrl_llm.config import (
     RLTrainerConfig,
     RolloutConfig,
 )
+from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.config.rollout_data import DistillationConfig, TeacherConfig
 from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.learner import (
@@ -34,7 +35,6 @@ from jaxrl_llm.learner.weights import FrozenModels, TeacherModel
 from jaxrl_llm.metrics.timers import Clock
 from jaxrl_llm.models.hf import checkpoint
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Estimates, Prompt, Rewards, Rollouts, TeacherLogProbs
 
 B, T, K = 6, 16, 4
@@ -98,11 +98,10 @@ def other(models, **sizes):
     return network, tiny.params(network, seed=3, scale=4.0)
 
 
-def run_on(monkeypatch, config, mesh=None, teacher=None):
+def run_on(config, mesh=None, teacher=None):
     """Returns models, frozen weights and first state; teachers are of another shape."""
     mesh = mesh or tiny.make_mesh()
-    monkeypatch.setattr(mesh_lib, "make_mesh", lambda *_: mesh)
-    models = job_models.make_models(config)
+    models = job_models.make_models(config, dict.fromkeys(ROLES, mesh))
     network, params = teacher or other(models)
     teachers = {
         name: TeacherModel(network, tiny.sharded(params, mesh, network))
@@ -116,7 +115,7 @@ def run_on(monkeypatch, config, mesh=None, teacher=None):
 def dense(network, params, step):
     """Log-probs of the whole vocabulary in place of each token, [B, T, V]."""
     positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
-    hidden = network.hidden_states(params, step.tokens, positions, np.ones((B, T), np.int32))
+    hidden = tiny.hidden_states(network)(params, step.tokens, positions, np.ones((B, T), np.int32))
     log_p = jax.nn.log_softmax(network.logits(params, hidden) / TEMPERATURE)
     return jnp.pad(log_p[:, :-1], ((0, 0), (1, 0), (0, 0)))
 
@@ -177,7 +176,7 @@ def divergence(config, log_p, teacher, step, advantage):
 def test_an_update_is_the_gradient_of_the_divergence(loss, epochs, monkeypatch):
     """Of reward and teacher together; the first of two equal updates where there are two."""
     config = config_of(loss, epochs=epochs)
-    models, frozen, state = run_on(monkeypatch, config)
+    models, frozen, state = run_on(config)
     step, params = rollouts(), tiny.params(models.policy, scale=4.0)
     if epochs == 2:
         order = batches.update_order(config, len(step.lengths), jax.random.key(0))
@@ -209,11 +208,11 @@ def test_an_update_is_the_gradient_of_the_divergence(loss, epochs, monkeypatch):
 @pytest.mark.parametrize(
     "loss", ["k3", *(pytest.param(loss, marks=pytest.mark.slow) for loss in LOSSES if loss != "k3")]
 )
-def test_a_teacher_that_is_the_policy_teaches_nothing(loss, monkeypatch):
+def test_a_teacher_that_is_the_policy_teaches_nothing(loss):
     config = config_of(loss)
-    models, _, _ = run_on(monkeypatch, config)
+    models, _, _ = run_on(config)
     same = models.policy, tiny.params(models.policy, scale=4.0)
-    models, frozen, state = run_on(monkeypatch, config, teacher=same)
+    models, frozen, state = run_on(config, teacher=same)
     gradient, metrics = learned(config, models, frozen, state, rollouts())
     assert float(optax.tree.norm(gradient)) < 1e-5
     name = "distillation/forward_kl" if loss == "forward_kl" else "distillation/reverse_kl"
@@ -222,7 +221,7 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(loss, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["reverse_kl", "forward_kl"])
-def test_meshes_and_packings_are_equal(loss, monkeypatch):
+def test_meshes_and_packings_are_equal(loss):
     config = config_of(loss)
     step, found = rollouts(), []
     small = dataclasses.replace(
@@ -233,17 +232,17 @@ def test_meshes_and_packings_are_equal(loss, monkeypatch):
         (small, tiny.make_mesh()),
         (config, tiny.make_mesh(fsdp=2, tensor=2)),
     ):
-        found.append(learned(each, *run_on(monkeypatch, each, mesh), step)[0])
+        found.append(learned(each, *run_on(each, mesh), step)[0])
     for other_way in found[1:]:
         error = optax.tree.norm(optax.tree.sub(other_way, found[0]))
         assert float(error) <= 1e-5 * float(optax.tree.norm(found[0]))
 
 
-def test_each_data_source_has_its_teacher(monkeypatch):
+def test_each_data_source_has_its_teacher():
     """Rows of a source without a teacher are left out; a named source wins over the others."""
     step = rollouts()
     config = config_of("k3", teachers=("sums",))
-    models, frozen, _ = run_on(monkeypatch, config)
+    models, frozen, _ = run_on(config)
     lessons = distillation.teacher_scorer(config, models, frozen)(step, Clock()).teacher_log_probs
     assert isinstance(lessons, TeacherLogProbs)
     taught = step.response_mask & (np.array([0, 0, 1, 1, 0, 0]) == 0)[:, None]
@@ -265,9 +264,9 @@ def test_equal_rewards_leave_a_signal():
         assert check(rewards, estimates) == learns
 
 
-def test_a_run_needs_no_reward(monkeypatch):
+def test_a_run_needs_no_reward():
     config = config_of("k3")
-    models, frozen, state = run_on(monkeypatch, config)
+    models, frozen, state = run_on(config)
     step = rollouts()
     predictions, _ = predict.predictor(config, models, frozen)(state, step, Clock())
     zeros = np.zeros(B, np.float32)
@@ -278,9 +277,9 @@ def test_a_run_needs_no_reward(monkeypatch):
     assert not np.asarray(found.advantages).any()
 
 
-def test_another_vocabulary_is_refused(tmp_path, monkeypatch):
+def test_another_vocabulary_is_refused(tmp_path):
     config = config_of("forward_kl")
-    models, _, _ = run_on(monkeypatch, config)
+    models, _, _ = run_on(config)
     teachers = {"all": TeacherConfig(path=str(tmp_path))}
 
     def checked(tokenizer, **changes):

@@ -1,6 +1,5 @@
 """The state of a run is born in parts, and restores in other parts, bit for bit."""
 
-import functools
 import re
 
 import jax
@@ -13,7 +12,6 @@ from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import CheckpointConfig, ConfigError
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import job_models, weights
-from jaxrl_llm.sharding import mesh as mesh_lib
 
 VALUES = {
     "model": {"num_layers": 2, "num_heads": 8, "num_kv_heads": 2, "head_size": 8},
@@ -23,11 +21,8 @@ VALUES = {
 
 
 def built(mesh, devices, **changes):
-    with pytest.MonkeyPatch.context() as patch:
-        make = functools.partial(mesh_lib.make_mesh, devices=devices)
-        patch.setattr(mesh_lib, "make_mesh", make)
-        config = from_config_dict({**VALUES, **changes, "mesh": mesh})
-        return config, job_models.make_models(config)
+    config = from_config_dict({**VALUES, **changes, "mesh": mesh})
+    return config, job_models.make_models(config, job_models.shared_mesh(config, devices))
 
 
 def begun(mesh, devices, on_host=()):

@@ -127,7 +127,7 @@ def test_the_critic_learns_nothing_from_a_truncated_response():
 
 @pytest.mark.parametrize("advantage", recipes.ADVANTAGES)
 @pytest.mark.parametrize("group_std", [True, False])
-def test_a_row_that_is_left_out_is_as_if_it_were_not_there(advantage, group_std):
+def test_excluded_row_does_not_affect_the_others(advantage, group_std):
     """Of six rows in two groups one is left out, whatever its score; five others never had it."""
     algorithm = AlgorithmConfig(advantage=advantage, group_std=group_std, samples_per_prompt=3)
     scores, groups = np.array([1.0, 0.0, 0.5, 3.0, 1.0, 2.5]), np.array([0, 0, 0, 1, 1, 1])

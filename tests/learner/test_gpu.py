@@ -1,7 +1,6 @@
 """What a GPU must do as a CPU does: `JAX_PLATFORMS=cuda pytest -n 0 -m gpu`."""
 
 import dataclasses
-import functools
 import json
 import pathlib
 import runpy
@@ -19,7 +18,7 @@ from jaxrl_llm.models.attention import AttentionScoring
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout.engine import paged_attention_gpu, paged_attention_tpu
 from jaxrl_llm.rollout.engine.engine import Engine
-from jaxrl_llm.rollout.engine.paged_attention_tpu import AttentionWindow
+from jaxrl_llm.rollout.engine.paged_attention_tpu import AttentionWindow, PagedQueries
 from jaxrl_llm.rollout.engine.requests import SamplingParams
 from jaxrl_llm.trainer import rl
 
@@ -89,9 +88,9 @@ def test_the_kernel_reads_pages_as_the_loop_does(reach, scoring, sizes, dtype):
     value_size = sizes[1] if values else 512
     assert paged_attention_gpu.kernel_supports([keys, *values], value_size)
     how = {"group": 7, "reach": reach, "scoring": scoring, "value_size": value_size}
-    given = rows, keys, values[0] if values else None, table, jnp.asarray(ends), jnp.asarray(ends)
+    given = rows, keys, values[0] if values else None, jnp.asarray(ends), jnp.asarray(ends)
     ours, theirs = (
-        jax.jit(functools.partial(read, **how))(*given)
+        jax.jit(read)(PagedQueries(*given, **how), table)
         for read in (
             paged_attention_gpu.gpu_partial_attention,
             paged_attention_tpu.loop_partial_attention,
@@ -149,7 +148,7 @@ def test_grpo_learns_within_the_planned_memory(tmp_path):
     assert measured and max(measured) < 2.0
 
 
-def test_what_rests_on_the_host_changes_nothing(tmp_path):
+def test_host_offload_changes_nothing(tmp_path):
     short = {"trainer.num_steps": 2, "warm_start.num_steps": 4, "evaluation.before": False}
     short |= {"evaluation.after": False}
     kept = rl.train(of_tiny(**short), tmp_path / "device")

@@ -65,13 +65,8 @@ def test_router_losses_are_those_of_rl_on_the_same_tokens(job):
     @jax.jit
     def rl_penalty(params, microbatch):
         told = router_replay.router_inputs(of_rl, microbatch, batch.mask)
-        if head == "scalar":
-            _, routed = predict.token_values(network, params, batch.tokens, microbatch, told)
-        else:
-            *_, routed = predict.token_statistics(
-                network, params, batch.tokens, microbatch, temperature=1.0, chunk=64,
-                entropy="none", routing=told,
-            )  # fmt: skip
+        forward = predict.ForwardSpec(network, batch.tokens, lambda microbatch: told)
+        routed = forward.run(params, microbatch).routed
         return router_replay.router_loss(of_rl, routed, batch.mask)[0]
 
     first = lambda p: [  # noqa: E731

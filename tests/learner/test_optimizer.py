@@ -110,7 +110,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
     [{"eps": 0.0}, {"learning_rate": np.inf}, {"weight_decay": np.inf}, {"learning_rate": 1e38}],
     ids=lambda settings: str(settings),
 )
-def test_what_the_optimizer_makes_of_a_finite_gradient_decides(settings):
+def test_update_is_skipped_if_the_result_is_not_finite(settings):
     """0/0 where there is no gradient, infinite steps, and a sum that bfloat16 does not hold."""
     config = OptimizerConfig(**{"learning_rate": 0.1, **settings})
     make = optimizer.make_optimizer(config, 10)

@@ -102,4 +102,4 @@ def test_predictions_are_of_one_pass(run, rollouts):
 
 def hidden_of(network, params, tokens):
     positions = np.broadcast_to(np.arange(T, dtype=np.int32), tokens.shape)
-    return jax.jit(network.hidden_states)(params, tokens, positions, np.ones_like(tokens))
+    return jax.jit(tiny.hidden_states(network))(params, tokens, positions, np.ones_like(tokens))

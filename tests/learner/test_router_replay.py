@@ -94,11 +94,8 @@ def of_update(how, router, params, transformed=jax.jit):
 
     def loss(params, microbatch):
         told = router_replay.router_inputs(router, microbatch, mask)
-        *_, routed = predict.token_statistics(
-            NETWORK, params, tokens, microbatch, temperature=1.0, chunk=64,
-            entropy="none", routing=told,
-        )  # fmt: skip
-        return router_replay.router_loss(router, routed, mask)
+        forward = predict.ForwardSpec(NETWORK, tokens, lambda microbatch: told)
+        return router_replay.router_loss(router, forward.run(params, microbatch).routed, mask)
 
     program, count = transformed(loss), int(packed.count)
     each = [
@@ -154,9 +151,9 @@ def test_losses_and_metrics_of_a_minibatch():
 
 
 def test_routes_of_the_engine_are_compared_with_or_followed():
-    params = tiny.params(NETWORK)
-    _, (_, compared) = of_update(PACKINGS[0], RouterConfig(replay="compare"), params)
-    _, (_, followed) = of_update(PACKINGS[0], RouterConfig(replay="rollout"), params)
+    compare = RouterConfig(replay="compare")
+    _, (_, compared) = of_update(PACKINGS[0], compare, tiny.params(NETWORK))
+    (_, followed), _ = in_one_microbatch()
     # The first layer with experts reads the same either way; its own choice is the same.
     assert compared["routers"][0].num_agreeing[0] == followed["routers"][0].num_agreeing[0]
     assert (compared["routers"][0].load != followed["routers"][0].load).any()
@@ -180,8 +177,9 @@ def test_balanced_sequences_have_loss_one_and_biases_follow_the_load():
     jax.tree.map(np.testing.assert_array_equal, kept, params)
 
 
-def test_an_optimizer_leaves_selection_biases_alone():
-    params = jax.tree.map(jnp.asarray, tiny.params(NETWORK))
+def test_optimizer_does_not_update_selection_biases():
+    layer = jax.tree.map(jnp.asarray, tiny.params(NETWORK)["layers"]["1"]["mlp"]["router"])
+    params = {"layers": {"1": {"mlp": {"router": layer}}}}
     transformation = optimizer.make_optimizer(
         OptimizerConfig(learning_rate=0.1, weight_decay=0.5), 4
     )
@@ -194,7 +192,7 @@ def test_an_optimizer_leaves_selection_biases_alone():
     assert (router["kernel"] != before["kernel"]).any()
 
 
-def test_what_cannot_be_followed_is_refused():
+def test_unusable_routes_and_settings_are_refused():
     router_replay.check_routes(RouterConfig(replay="rollout"), STEP)
     assert STEP.missing_routes == 0
     broken = STEP.routed_experts.copy()

@@ -178,7 +178,7 @@ def webhook():
     server.server_close()
 
 
-def test_webhook_and_function_are_told(tmp_path, monkeypatch, webhook):
+def test_webhook_and_function_are_called(tmp_path, monkeypatch, webhook):
     address, arrived = webhook
     (tmp_path / "mine.py").write_text(
         "import json, pathlib\n"
@@ -195,7 +195,7 @@ def test_webhook_and_function_are_told(tmp_path, monkeypatch, webhook):
     assert message["workdir"] == str(tmp_path) and "alert kl in step 5" in message["text"]
 
 
-def test_who_is_told_cannot_hold_up_or_end_the_run(tmp_path, monkeypatch, caplog):
+def test_failing_receivers_neither_block_nor_end_the_run(tmp_path, monkeypatch, caplog):
     (tmp_path / "mine.py").write_text(
         "import time\ndef tell(message):\n    time.sleep(1)\n    raise RuntimeError('no')\n"
     )
@@ -206,8 +206,8 @@ def test_who_is_told_cannot_hold_up_or_end_the_run(tmp_path, monkeypatch, caplog
     for step in range(100):
         observe(watch, monkeypatch, step, on_host={"actor/ppo_kl": 2.0})
     assert time.monotonic() - begin < 20.0
-    assert "messages wait to be told" in caplog.text
-    while "could not be told: URLError" not in caplog.text:
+    assert "messages are queued" in caplog.text
+    while "could not be sent: URLError" not in caplog.text:
         assert time.monotonic() - begin < 100.0
         time.sleep(0.01)
     monkeypatch.setattr(alerts_lib, "CLOSE_TIMEOUT_S", 0.1)
@@ -249,7 +249,7 @@ def test_an_alert_that_could_never_skip_is_refused():
         ("kl", {"action": "skip", "limit": 0.1, "steps": 2}, "skipped at once"),
     ],
 )
-def test_what_cannot_work_is_refused(key, value, message):
+def test_unusable_alert_settings_are_refused(key, value, message):
     values = default_config_dict()
     values.rewards.functions.answer = {"function": "arithmetic"}
     group = values.alerts
@@ -261,7 +261,7 @@ def test_what_cannot_work_is_refused(key, value, message):
         from_config_dict(values)
 
 
-def test_what_may_be_skipped_reads_metrics():
+def test_skip_alerts_read_metrics_known_before_the_update():
     """Those before a step's updates; or, the loss and the KL, within the update's program."""
     assert set(SKIPPABLE) == {"nonfinite", "kl", *BEFORE_UPDATE} <= set(ALERTS)
     assert all(ALERTS[name].metric_names for name in BEFORE_UPDATE)

@@ -108,7 +108,7 @@ def test_answers_of_a_prompt_see_it_and_not_each_other(block, cap, window, monke
         np.testing.assert_allclose(found[:, chosen], wanted, atol=3e-6)
 
 
-def test_keys_in_blocks_are_all_that_is_seen():
+def test_blocked_keys_equal_full_attention():
     """Values and gradients, of rows with several prompts and with padding."""
     q, k, v, _ = inputs(96)
     # Prompt of 20 with answers of 13 and 25; prompt of 7 with one of 9 and one of 10; padding.
@@ -136,7 +136,7 @@ def test_keys_in_blocks_are_all_that_is_seen():
 
 
 @pytest.mark.parametrize("kind", [{"implementation": "splash"}, {"window": 9}], ids=str)
-def test_what_cannot_see_prefixes_says_so(kind):
+def test_functions_without_prefix_support_raise(kind):
     q, k, v, segments = inputs(32)
     with pytest.raises(ValueError, match="full_attention: prefix_ids with"):
         attention.full_attention(q, k, v, segments, **kind, prefix_ids=segments)

@@ -99,7 +99,7 @@ def temporary_bytes(form, length, shards, layers=0):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def test_memory_of_the_ring_follows_the_local_tokens_alone(monkeypatch):
+def test_ring_memory_grows_with_local_tokens_only(monkeypatch):
     monkeypatch.setattr(context_parallel, "_BLOCK", 128)
     # Four times the tokens on four times the devices: the ids are all that grows.
     small, large = temporary_bytes("ring", 2048, 2), temporary_bytes("ring", 8192, 8)

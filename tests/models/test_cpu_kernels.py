@@ -31,7 +31,7 @@ def silu(x):
     return x / (1.0 + np.exp(-x))
 
 
-def test_weight_first():
+def test_products_with_the_weight_first():
     a, b = jax.random.split(jax.random.key(2))
     x, kernel = jax.random.normal(a, (2, 3, 5)), jax.random.normal(b, (7, 5))
     got = jax.jit(matmuls.weight_first)(x, kernel)
@@ -45,7 +45,7 @@ def test_weight_first():
 @needs_compiler
 @pytest.mark.parametrize("rows", [(1,), (16,), (17,), (3, 27)], ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 33), (128, 24), (130, 512)], ids=str)
-def test_product(rows, inputs, outputs):
+def test_products_equal_xla(rows, inputs, outputs):
     x, kernel = random(*rows, inputs), random(outputs, inputs)
     wanted = x.astype(np.float64) @ kernel.astype(np.float64).T
     got = jax.jit(kernels.product)(x, kernel)
@@ -57,7 +57,7 @@ def test_product(rows, inputs, outputs):
 @needs_compiler
 @pytest.mark.parametrize("rows", [1, 20, 70])
 @pytest.mark.parametrize(("size", "inner"), [(1, 1), (24, 6), (128, 1536), (50, 77)], ids=str)
-def test_mlp(rows, size, inner):
+def test_mlp_kernel_equals_xla(rows, size, inner):
     x, down = random(rows, size), random(size, inner, seed=3)
     gate, up = random(inner, size, seed=1), random(inner, size, seed=2)
     x[0] *= 1000.0  # beyond what exp can hold
@@ -106,7 +106,7 @@ def paged(slots, width, size, page, lengths, recent, group, heads=2):
     ],
     ids=str,
 )
-def test_attention(group, width, size, page, lengths, recent):
+def test_attention_kernel_equals_xla(group, width, size, page, lengths, recent):
     given = paged(len(lengths), width, size, page, lengths, recent, group)
     q, keys, values, table, firsts, ends, recent_keys, recent_values, seen = given
     got = np.asarray(jax.jit(kernels.attention)(*given))
@@ -202,7 +202,7 @@ def test_a_cache_that_cannot_be_written_is_reported(anew, monkeypatch, tmp_path,
 
 
 @needs_compiler
-def test_compiled_once(monkeypatch, tmp_path):
+def test_kernels_are_compiled_once(monkeypatch, tmp_path):
     source = tmp_path / "one.cc"  # the others compile the real one
     source.write_text('extern "C" int one() { return 1; }')
     monkeypatch.setattr(kernels, "_SOURCE", source)

@@ -182,7 +182,9 @@ def test_a_family_is_that_of_transformers(family, torch, tmp_path):
 
     @jax.jit
     def loss(params):
-        logits = network.logits(params, network.hidden_states(params, tokens, positions, segments))
+        logits = network.logits(
+            params, tiny.hidden_states(network)(params, tokens, positions, segments)
+        )
         logits = logits[0, :counted]
         return (jax.nn.log_softmax(logits) * weights).sum(), logits
 

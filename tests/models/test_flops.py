@@ -34,7 +34,7 @@ def test_forward_pass_against_the_compiler(family):
 
     def forward(params, tokens):
         # One layer, as a scan of one is no loop.
-        return network.logits(params, network.hidden_states(params, tokens, positions, ids))
+        return network.logits(params, tiny.hidden_states(network)(params, tokens, positions, ids))
 
     found = counted(forward, network.abstract_params(), ids)
     wanted = flops.forward(shape, np.full(rows, length))
@@ -44,7 +44,7 @@ def test_forward_pass_against_the_compiler(family):
     assert found == pytest.approx(wanted + masked, rel=0.03)
 
 
-def test_by_hand():
+def test_flops_by_hand():
     shape = dataclasses.replace(
         tiny.SHAPE, hidden_size=4, num_heads=2, num_kv_heads=1, head_size=2, mlp_size=8
     )

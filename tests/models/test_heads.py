@@ -77,7 +77,7 @@ def assert_close(got, want, relative=1e-5):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 32, 1000])
-def test_equals_dense(batch, chunk):
+def test_chunked_log_probs_equal_dense_ones(batch, chunk):
     want = run(dense_statistics, batch, temperature=0.7)
     got = run(everywhere, batch, temperature=0.7, chunk=chunk)
     assert_close(got, want)
@@ -121,7 +121,7 @@ def test_entropy_without_its_gradient(batch):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_by_hand():
+def test_log_probs_by_hand():
     # logits (0, log 3) / 1: probabilities 1/4 and 3/4; entropy log 4 - 3/4 log 3; 1/16 + 9/16.
     hidden, weight = jnp.ones((1, 3, 1)), jnp.log(jnp.array([[1.0], [3.0]]))
     log_probs, entropies, squares, _ = everywhere(
@@ -303,7 +303,7 @@ def collective_sizes(text):
     return whole, looped
 
 
-def test_what_is_found_is_placed_without_a_collective():
+def test_results_are_placed_without_a_collective():
     """Of rows that devices share, each has all that its own need, scored tokens as well.
 
     More than bytes are at stake: XLA may begin a collective while one before it, in a loop, is not

@@ -23,13 +23,13 @@ def assert_same_gradients(ours, plain, *arguments):
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(5, 7), (7, 5)])
-def test_product(inputs, outputs):
+def test_matmul_gradients_equal_those_of_jax(inputs, outputs):
     a, b = jax.random.split(jax.random.key(0))
     x, kernel = jax.random.normal(a, (2, 3, inputs)), jax.random.normal(b, (inputs, outputs))
     assert_same_gradients(layers.matmul, jnp.matmul, x, kernel)
 
 
-def test_gated():
+def test_swiglu_gradients_equal_those_of_jax():
     a, b = jax.random.split(jax.random.key(1))
     gate, up = 4.0 * jax.random.normal(a, (2, 3, 5)), jax.random.normal(b, (2, 3, 5))
     plain = lambda gate, up: jax.nn.silu(gate) * up  # noqa: E731

@@ -38,7 +38,7 @@ def adapters(network=NETWORK, size=0.3):
 
 def logits(network, params, tokens=TOKENS):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden = network.hidden_states(params, tokens, positions, jnp.ones_like(tokens))
+    hidden = tiny.hidden_states(network)(params, tokens, positions, jnp.ones_like(tokens))
     return network.logits(params, hidden)
 
 
@@ -80,7 +80,7 @@ def test_trees_are_taken_apart_and_put_together():
 
 
 @pytest.mark.parametrize("family", hf_checkpoints.FAMILIES)
-def test_what_peft_writes_is_understood_and_written_again(family, tmp_path):
+def test_peft_folders_round_trip(family, tmp_path):
     """The same logits as with the adapters that it made, and the same tensors and settings."""
     tensors, config = hf_checkpoints.adapters(family)
     theirs = hf_checkpoints.expected(family)

@@ -18,7 +18,7 @@ NARROW = dataclasses.replace(tiny.NETWORK, compute_dtype="bfloat16", remat="full
 
 
 def loss(params):
-    hidden = NARROW.hidden_states(params, TOKENS, POSITIONS, ONES)
+    hidden = tiny.hidden_states(NARROW)(params, TOKENS, POSITIONS, ONES)
     return jnp.sum(jnp.sin(hidden.astype(jnp.float32)))
 
 
@@ -71,7 +71,9 @@ def test_adapters_on_a_frozen_base():
 
     def of(found, base, factors):
         whole = lora.combine_params(base, mixed_precision.attach_grad_proxies(factors, found))
-        return jnp.sum(network.hidden_states(whole, TOKENS, POSITIONS, ONES).astype(jnp.float32))
+        return jnp.sum(
+            tiny.hidden_states(network)(whole, TOKENS, POSITIONS, ONES).astype(jnp.float32)
+        )
 
     variables = jax.eval_shape(lambda a: mixed_precision.grad_proxies(a, "bfloat16"), factors)
     gradient = jax.eval_shape(jax.grad(of), variables, tiny.params(), factors)

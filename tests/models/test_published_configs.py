@@ -261,7 +261,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("name, changes, message", REFUSED)
-def test_what_a_family_cannot_do(name, changes, message):
+def test_unsupported_features_of_a_family_are_refused(name, changes, message):
     config = {**CONFIGS[name], **changes}
     if "partial_rotary_factor" in changes:
         config["rope_parameters"] = None
@@ -269,7 +269,7 @@ def test_what_a_family_cannot_do(name, changes, message):
         config_reader.architecture_from_config(config, "here")
 
 
-def test_a_key_with_a_wrong_value_is_told():
+def test_wrong_value_of_a_key_is_named():
     """Whatever one key holds, there is a shape or an error with the key's name."""
     of_keys = {key: config for config in CONFIGS.values() for key in config}
     for key, config in of_keys.items():

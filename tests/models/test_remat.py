@@ -18,7 +18,7 @@ POSITIONS = np.repeat(np.array([[*range(10), *range(11), 0, 0, 0]]), B, 0)
 
 
 def loss(network, params):
-    hidden = network.hidden_states(params, TOKENS, POSITIONS, SEGMENTS)
+    hidden = tiny.hidden_states(network)(params, TOKENS, POSITIONS, SEGMENTS)
     return jnp.sum(jnp.sin(hidden) * (SEGMENTS > 0)[..., None])
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tiny
 
 from jaxrl_llm.models.hf import checkpoint
 from jaxrl_llm.models.transformer import Network
@@ -62,7 +63,7 @@ def test_logits_of_text_are_those_of_the_whole_model(name, tmp_path):
         wanted = theirs(input_ids=torch.from_numpy(tokens).long()).logits.numpy()
     positions = np.broadcast_to(np.arange(40, dtype=np.int32), tokens.shape)
     found = network.logits(
-        params, network.hidden_states(params, tokens, positions, np.ones_like(tokens))
+        params, tiny.hidden_states(network)(params, tokens, positions, np.ones_like(tokens))
     )
     np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
     out = tmp_path / "out"

@@ -6,6 +6,7 @@ import hf_checkpoints
 import jax
 import numpy as np
 import pytest
+import tiny
 
 from jaxrl_llm.models import heads
 from jaxrl_llm.models.hf import checkpoint
@@ -23,7 +24,7 @@ def rows_of(found):
 
 def our_hidden(network, params, tokens, mask):
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    return jax.jit(network.hidden_states)(params, tokens, positions, mask.astype(np.int32))
+    return jax.jit(tiny.hidden_states(network))(params, tokens, positions, mask.astype(np.int32))
 
 
 def assert_close(got, want):
@@ -81,7 +82,9 @@ def test_packed_rows_equal_rows_of_their_own(tmp_path):
     packed = np.concatenate([first, second, tokens[3, :10]])[None]
     positions = np.concatenate([np.arange(23), np.arange(31), np.zeros(10)])[None].astype(np.int32)
     segments = np.repeat([1, 2, 0], [23, 31, 10])[None].astype(np.int32)
-    hidden = np.asarray(jax.jit(network.hidden_states)(params, packed, positions, segments))[0]
+    hidden = np.asarray(jax.jit(tiny.hidden_states(network))(params, packed, positions, segments))[
+        0
+    ]
     for sequence, got in ((first, hidden[:23]), (second, hidden[23:54])):
         mask = np.ones((1, len(sequence)), bool)
         alone = np.asarray(our_hidden(network, params, sequence[None], mask))[0]

@@ -149,7 +149,9 @@ def test_vectors_positions_and_logits_of_ten_sizes(model, torch):
             ).logits[0]
         sights = ImageInputs(positions[None], at[None], np.concatenate([found[i] for i in chosen]))
         given = np.array([tokens], np.int32), np.arange(len(tokens))[None], np.ones_like(at)[None]
-        ours = network.logits(params, network.hidden_states(params, *given, image_inputs=sights))[0]
+        ours = network.logits(
+            params, tiny.hidden_states(network)(params, *given, image_inputs=sights)
+        )[0]
         assert np.abs(np.asarray(want)).max() > 1.0
         np.testing.assert_allclose(ours, want, atol=1e-4)
 
@@ -278,7 +280,9 @@ def test_a_trained_tower_is_exported(rank, torch, tmp_path, capsys):
         positions[None], at[None], np.concatenate(vectors_of(network, params, images))
     )
     given = np.array([tokens], np.int32), np.arange(len(tokens))[None], np.ones_like(at)[None]
-    ours = network.logits(params, network.hidden_states(params, *given, image_inputs=sights))[0]
+    ours = network.logits(params, tiny.hidden_states(network)(params, *given, image_inputs=sights))[
+        0
+    ]
     row = torch.tensor([tokens])
     with torch.no_grad():
         want = theirs(

@@ -23,7 +23,7 @@ def shown(notebook):
     return kinds, "".join(output.get("text", "") for output in outputs)
 
 
-def test_it_begins_with_the_installation_and_is_stored_with_its_results():
+def test_notebook_installs_first_and_stores_its_results():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     first, *rest = cells(notebook, "code")
@@ -48,7 +48,7 @@ FEWER |= {"trainer.num_steps = 40": "trainer.num_steps = 4", "every = 10": "ever
     ],
     ids=["few steps", "as it stands"],
 )
-def test_it_runs_and_learns(fewer, last_step, monkeypatch, tmp_path):
+def test_notebook_runs_and_reward_rises(fewer, last_step, monkeypatch, tmp_path):
     nbclient = pytest.importorskip("nbclient")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("TMPDIR", str(tmp_path))

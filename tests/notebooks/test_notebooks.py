@@ -35,7 +35,7 @@ def test_each_notebook_is_listed_and_named_in_the_documents():
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_it_installs_first_and_is_python(name):
+def test_notebook_installs_first_and_is_python(name):
     notebook = read(name)
     nbformat.validate(notebook)
     first, *rest = (cell.source for cell in notebook.cells if cell.cell_type == "code")
@@ -52,7 +52,7 @@ def test_it_installs_first_and_is_python(name):
     "name",
     [pytest.param(n, marks=pytest.mark.slow if n in QUICK else pytest.mark.nightly) for n in SHOWN],
 )
-def test_it_runs_as_it_stands(name, monkeypatch, tmp_path):
+def test_notebook_runs_unchanged(name, monkeypatch, tmp_path):
     nbclient = pytest.importorskip("nbclient")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -126,6 +126,6 @@ def test_pieces_by_hand():
     ]
 
 
-def test_bucket():
+def test_bucket_rounds_up():
     assert [bucket(n) for n in (0, 1, 2, 3, 9)] == [1, 1, 2, 4, 16]
     assert [bucket(n, smallest=3, largest=10) for n in (1, 4, 7, 10)] == [3, 6, 10, 10]

@@ -30,7 +30,7 @@ def test_a_small_run_passes_and_says_what_it_plans():
 
 
 @pytest.mark.slow  # in test_fit.py a run is refused by the command
-def test_what_cannot_fit_is_refused_with_advice():
+def test_run_that_cannot_fit_is_refused_with_advice():
     large = {**VALUES, "model": {"path": "Llama-3.1-70B"}}
     with pytest.raises(ConfigError, match=r"while 'reshard' runs.*nearest run that fits") as error:
         resolve_sizes.check_memory(from_config_dict(large), jax.devices())
@@ -60,7 +60,7 @@ def test_measured_against_planned(monkeypatch):
     assert metrics["perf/measured_to_planned_memory"] == 0.75
 
 
-def test_unknown_devices_are_left_alone(monkeypatch):
+def test_unknown_devices_are_not_checked(monkeypatch):
     monkeypatch.setattr(accelerators, "local_device", lambda present: None)
     large = {**VALUES, "model": {"path": "Llama-3.1-70B"}}
     assert resolve_sizes.check_memory(from_config_dict(large), jax.devices()) == 0.0

@@ -42,7 +42,7 @@ VALUES = {
         ("v9:2x2", 0, "topology 'v9:2x2'"),
     ],
 )
-def test_what_no_compiler_here_knows_is_refused(name, count, message):
+def test_devices_without_a_compiler_are_refused(name, count, message):
     with pytest.raises(ConfigError, match=message):
         compile_only_devices.devices_by_name(name, count)
 
@@ -89,7 +89,7 @@ def test_programs_of_gpus(name, gpu_devices):
 
 
 @pytest.mark.nightly
-def test_what_rests_in_the_memory_of_the_host(gpu_devices):
+def test_offloaded_activations_are_counted_as_host_memory(gpu_devices):
     devices = gpu_devices("h100", 8)
     config = from_config_dict({**VALUES, "model": {**VALUES["model"], "remat": "offload_full"}})
     models = compiled_memory.abstract_models(config, SHAPE, devices)

@@ -103,7 +103,7 @@ def test_arguments_are_exact(shape, mesh, quantization):
     assert ours.cache_bytes(64, ours.cache_tokens / 64) == bytes_of(cache)
 
 
-def test_what_a_layer_is_computed_with():
+def test_params_of_a_moe_layer_by_hand():
     """Experts are split by their axis and by tensor, all else by tensor alone."""
     whole = setting(LATENT).gathered_layer_params()
     parts = setting(LATENT, fsdp=2, expert=4, tensor=2).gathered_layer_params()

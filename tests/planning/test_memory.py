@@ -213,7 +213,7 @@ def test_samples_of_a_prompt_count_it_once():
     assert caches[0] < 0.26 * caches[1]  # with the tokens that have not joined it
 
 
-def test_less_is_less():
+def test_smaller_settings_need_less_memory():
     """Each saving saves, and leaves what it is not about alone."""
     whole = memory.program_parts(setting(model={"remat": "none"}, backend="tpu"))
     for remat in ("dots", "full"):

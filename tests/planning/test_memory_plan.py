@@ -7,6 +7,7 @@ import pathlib
 import resource
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -68,7 +69,24 @@ def test_an_absurd_request_gets_the_shortfall_and_a_plan():
     assert nearest.plan.num_devices >= 64
 
 
-def test_what_rests_on_the_host_is_part_of_the_search():
+def test_a_model_that_fits_no_devices_is_refused_at_once():
+    """A hidden size of 10**9: no change of settings is planned."""
+    short = plan("v5e", 16)
+    settings = {
+        roles: dataclasses.replace(
+            setting, model=dataclasses.replace(setting.model, hidden_size=10**9)
+        )
+        for roles, setting in short.pools.items()
+    }
+    start = time.process_time()
+    with pytest.raises(
+        ConfigError, match=r"no number of v5e and no change .*; use a smaller model"
+    ):
+        memory_plan.nearest_fit(dataclasses.replace(short, pools=settings))
+    assert time.process_time() - start < 1.0
+
+
+def test_host_offload_is_part_of_the_search():
     """Where all else is as small as it gets, the reference leaves the device."""
     least = {
         "model": {"param_dtype": "bfloat16", "remat": "offload_full"},
@@ -143,7 +161,7 @@ def test_a_mesh_that_does_not_fill_the_devices_is_refused():
     [
         (lambda: accelerators.device_by_name("h900"), "known: v4, v5e"),
         (lambda: accelerators.topology_devices("v5e-16"), "write it as 'v5e:4x4'"),
-        (lambda: published_shape("Unheard-Of-9B"), "no published model"),
+        (lambda: published_shape("Unheard-Of-9B"), "nor a known published model"),
     ],
 )
 def test_errors_name_the_remedy(call, message):

@@ -29,7 +29,7 @@ def plan(**groups) -> memory_plan.MemoryPlan:
     )
 
 
-def test_what_rests_is_the_sum_over_roles():
+def test_resident_memory_is_the_sum_over_roles():
     setting = plan().setting
     each = [memory.resident_memory(setting, (role,)).total for role in ROLES]
     assert memory.resident_memory(setting).total == pytest.approx(sum(each))
@@ -89,7 +89,7 @@ def test_pools_work_at_the_same_time():
     assert 0 < speed.mfu < 1
 
 
-def test_what_rests_on_the_host_is_on_the_device_when_it_is_used():
+def test_offloaded_state_is_on_the_device_in_use():
     usual = plan().programs
     resting = plan(mesh={"on_host": ("optimizer", "reference")}).programs
     reference = usual["train"].total - resting["train"].total

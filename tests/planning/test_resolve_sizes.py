@@ -61,7 +61,7 @@ def test_a_run_is_built_on_the_pools_that_are_fastest(monkeypatch):
     ) == len(sizes)
 
 
-def test_what_the_run_would_refuse_is_not_chosen(monkeypatch):
+def test_refused_sizes_are_not_chosen(monkeypatch):
     """Rows as wide as a device may hold: pools must split them alike."""
     fastest_apart(monkeypatch)
     tight = config(trainer={**VALUES["trainer"], "max_tokens_per_microbatch": 32})
@@ -69,7 +69,7 @@ def test_what_the_run_would_refuse_is_not_chosen(monkeypatch):
     assert len({mesh_lib.num_row_shards(mesh) for mesh in models.meshes.values()}) == 1
 
 
-def test_any_other_choice_is_left_alone():
+def test_explicit_choices_are_kept():
     chosen = config(placement={"choice": "split"})
     assert (
         resolve_sizes.choose_sizes(chosen, models_of(chosen).policy.shape, jax.devices()) is chosen

@@ -199,3 +199,15 @@ def test_resharding_sends_nothing_if_the_engine_reads_the_training_layout():
         for c in (CONFIG, kept)
     )
     assert decode == 0.0 < gathered
+
+
+@pytest.mark.parametrize("dtype, item", [("bfloat16", 2), ("float32", 4)])
+def test_a_prefill_reduces_activations_over_the_tensor_axis(dtype, item):
+    """Two layers with two all-reduces each; one sends (2 - 1) / 2 of the activations twice."""
+    data = dataclasses.replace(CONFIG.data, max_prompt_tokens=10)
+    trainer = dataclasses.replace(CONFIG.trainer, prompts_per_step=6)
+    model = ModelConfig(compute_dtype=dtype)
+    config = dataclasses.replace(CONFIG, data=data, trainer=trainer, model=model)
+    cost = step_time.phase_costs(setting(config, tensor=2), DEVICE)["prefill"]
+    activations = 6 * 10 * 32 * item  # tokens of 32 dims
+    assert cost.link_bytes == 2 * 2 * 2 * activations / 2

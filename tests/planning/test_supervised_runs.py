@@ -99,7 +99,7 @@ def test_within_a_tenth_of_the_compiler(kind, rank, count):
     assert train == pytest.approx(report.total_bytes, rel=0.1)
 
 
-def test_what_each_job_keeps():
+def test_resident_memory_of_each_job():
     """DPO's reference lies on the device unless adapters share it; a score needs no logits."""
     v5e = DEVICES["v5e"]
 

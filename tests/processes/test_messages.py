@@ -24,7 +24,7 @@ def test_halves_of_surrogate_pairs_arrive_as_replacement_characters():
     assert from_json_text(to_json_text({("x", 1): b"\xff"})) == {("x", 1): b"\xff"}
 
 
-def test_what_is_no_message_is_a_type_or_value_error():
+def test_malformed_messages_raise_type_or_value_errors():
     with pytest.raises(TypeError, match="nested too deep"):
         to_json_text(nested(5000))
     for text in ("[" * 100_000, b'"\xed\xa0\xbd"', b"\xff", '{"a": "\\ud83d"' + "[" * 5000):

@@ -23,7 +23,7 @@ def test_a_program_reads_and_answers():
     assert (ended.output, ended.errors, ended.succeeded) == ("144\n", "", True)
 
 
-def test_its_end_is_told():
+def test_exit_status_is_reported():
     ended = run_python("import sys; print('half'); sys.exit(3)", "", LIMITS)
     assert (ended.output, ended.exit_code, ended.succeeded) == ("half\n", 3, False)
     assert "ZeroDivisionError" in run_python("1 / 0", "", LIMITS).errors
@@ -65,7 +65,7 @@ def is_running(word: bytes) -> bool:
     return False
 
 
-def test_what_it_started_does_not_outlive_it():
+def test_child_processes_do_not_outlive_it():
     program = "import subprocess; print(subprocess.Popen(['sleep', '77.25']).pid)"
     begin = time.monotonic()
     assert run_python(program, "", LIMITS).succeeded and time.monotonic() - begin < 20
@@ -79,7 +79,7 @@ needs_namespaces = pytest.mark.skipif(
 
 @needs_namespaces
 @pytest.mark.parametrize("then", ["pass", "time.sleep(60)", "import ctypes; ctypes.string_at(0)"])
-def test_what_leaves_its_group_does_not_outlive_it(then):
+def test_processes_that_leave_its_group_do_not_outlive_it(then):
     program = (
         "import os, subprocess, time\n"
         "for _ in range(2):\n"
@@ -92,7 +92,7 @@ def test_what_leaves_its_group_does_not_outlive_it(then):
 
 
 @needs_namespaces
-def test_it_sees_no_process_but_its_own():
+def test_other_processes_are_invisible():
     """It could end the run and other programs of its user otherwise."""
     with subprocess.Popen(["sleep", "79.25"]) as other:
         program = f"import os; os.getpid() == 1 and os.kill({other.pid}, 9)"
@@ -102,7 +102,7 @@ def test_it_sees_no_process_but_its_own():
 
 
 @needs_namespaces
-def test_it_ends_with_its_caller():
+def test_sandbox_ends_with_its_caller():
     caller = (
         "from jaxrl_llm.processes.sandbox import *\n"
         "run_python('import time; print(80.25); time.sleep(60)', '', SandboxLimits(wall_s=60))"
@@ -120,7 +120,7 @@ def wait_for(condition) -> None:
         time.sleep(0.05)
 
 
-def test_it_cannot_read_the_run_s_environment(monkeypatch):
+def test_environment_of_the_run_is_unreadable(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret-of-the-run")
     program = (
         "import os, pathlib\n"
@@ -153,13 +153,13 @@ def test_there_is_no_network():
             server.accept()
 
 
-def test_it_starts_in_an_empty_folder_that_goes_with_it():
+def test_sandbox_has_an_empty_temporary_folder():
     ended = run_python("import os; print(os.getcwd(), sorted(os.listdir()))", "", LIMITS)
     folder, _, listed = ended.output.strip().partition(" ")
     assert listed == "['main.py', 'proc']" and not pathlib.Path(folder).exists()
 
 
-def test_means_that_are_not_in_force_are_said(monkeypatch):
+def test_missing_protections_are_reported(monkeypatch):
     monkeypatch.setattr(sandbox, "protections", lambda: sandbox.Protections("python", "own"))
     ended = run_python("import socket; socket.socket()", "", LIMITS)
     assert "no network in the sandbox" in ended.errors

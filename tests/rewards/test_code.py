@@ -17,7 +17,7 @@ def test_every_test_must_pass(truth):
     assert "network off by" in found["sandbox"]
 
 
-def test_the_first_failure_is_told():
+def test_first_failing_test_is_reported():
     found = code("s", "```\nn = int(input())\nprint(4 if n == 2 else 1 // 0)\n```", TESTS, {})
     assert found["score"] == 0.0 and found["passed"] == pytest.approx(1 / 3)
     assert found["failure"].startswith("ZeroDivisionError")

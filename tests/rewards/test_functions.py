@@ -30,7 +30,7 @@ def score(name, solution, truth="", extra_info=()):
         ("", 0.0),
     ],
 )
-def test_arithmetic(solution, expected):
+def test_arithmetic_reward(solution, expected):
     assert score("arithmetic", solution, "9") == expected
 
 
@@ -59,7 +59,7 @@ def test_arithmetic_of_an_episode_is_about_its_last_turn(last, expected):
         ("#### 72" + "x" * 294, "72", 0.0),
     ],
 )
-def test_gsm8k(solution, truth, expected):
+def test_gsm8k_reward(solution, truth, expected):
     assert score("gsm8k", solution, truth) == expected
 
 
@@ -75,7 +75,7 @@ def test_gsm8k(solution, truth, expected):
         ("<answer>Paris</answer>", None, 0.0),
     ],
 )
-def test_exact_match(solution, truth, expected):
+def test_exact_match_reward(solution, truth, expected):
     assert score("exact_match", solution, truth) == expected
 
 
@@ -93,7 +93,7 @@ def test_exact_match(solution, truth, expected):
         ("", "4", 0.0),
     ],
 )
-def test_math(solution, truth, expected):
+def test_math_reward(solution, truth, expected):
     assert score("math", solution, truth) == expected
 
 
@@ -111,7 +111,7 @@ def test_math(solution, truth, expected):
         ("code", "print(1)", ""),
     ],
 )
-def test_the_answer_that_was_found_is_told(name, solution, answer):
+def test_extracted_answer_is_reported(name, solution, answer):
     truth = {"tests": "pass"} if name == "code" else "7"
     assert resolve(name)("source", solution, truth, {})["pred"] == answer
 
@@ -121,7 +121,7 @@ def test_math_refuses_a_ground_truth_that_is_none():
         score("math", r"\boxed{4}", "")
 
 
-def test_format():
+def test_format_reward():
     assert score("format", "so\n#### 4") == 1.0
     assert score("format", "so 4") == 0.0
     tags = {"format_regex": r"^<think>.*</think>\d+$"}
@@ -149,7 +149,7 @@ def test_a_function_from_a_file_and_from_a_module(tmp_path, monkeypatch):
     assert resolve("gsm8k") is gsm8k
 
 
-def test_what_a_function_needs_is_imported_when_it_is_looked_up():
+def test_optional_imports_happen_at_lookup():
     program = (
         "import sys\n"
         "from jaxrl_llm.rewards.functions import REWARD_FUNCTIONS, resolve\n"
@@ -185,7 +185,7 @@ def test_math_without_its_extra_names_the_remedy(monkeypatch):
         ("{folder}/scores.py:", "unknown reward function"),
     ],
 )
-def test_what_cannot_be_resolved_is_named(name, message, tmp_path):
+def test_unresolvable_functions_are_named(name, message, tmp_path):
     (tmp_path / "scores.py").write_text("number = 1\ndef short(a, b): return 0\n")
     (tmp_path / "broken.py").write_text("def f(:\n")
     (tmp_path / "leaves.py").write_text("import sys; sys.exit()\n")

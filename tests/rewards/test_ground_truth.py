@@ -18,7 +18,7 @@ def score(name, solution, truth):
 
 
 @pytest.mark.parametrize("module", [ground_truth, functions], ids=lambda m: m.__name__)
-def test_examples(module):
+def test_documented_examples(module):
     assert doctest.testmod(module).failed == 0
 
 
@@ -53,7 +53,7 @@ def test_gsm8k_compares_digits(truth, solution):
 
 @pytest.mark.parametrize("name", ["gsm8k", "arithmetic", "math"])
 @pytest.mark.parametrize("truth", UNREADABLE, ids=repr)
-def test_what_is_no_answer_is_refused_and_never_right(name, truth):
+def test_invalid_ground_truth_is_refused_and_never_right(name, truth):
     assert truth_problems(resolve(name), ["7", truth, 8]).keys() == {1}
     for said in ("#### ", "#", "\\boxed{"):
         with pytest.raises(ValueError, match="ground_truth"):
@@ -61,7 +61,7 @@ def test_what_is_no_answer_is_refused_and_never_right(name, truth):
 
 
 @pytest.mark.parametrize("truth", ["seventy", "1,23", "7 apples", "7%", "7 8", "1e5", "."])
-def test_gsm8k_takes_numbers_alone(truth):
+def test_gsm8k_ground_truths_are_numbers(truth):
     assert "must be one number" in truth_problems(resolve("gsm8k"), [truth])[0]
 
 

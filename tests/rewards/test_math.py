@@ -43,7 +43,7 @@ def test_a_form_has_its_verdict(truth, response, expected, options):
     assert math_answer("source", response, truth, options)["score"] == expected
 
 
-def test_examples():
+def test_documented_examples():
     assert doctest.testmod(answers).failed == 0
 
 

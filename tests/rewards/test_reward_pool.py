@@ -118,7 +118,7 @@ def test_outcomes_keep_the_order_of_the_calls(forgiving, user_file):
     assert not any(outcome.failure for outcome in outcomes)
 
 
-def test_an_empty_run(forgiving):
+def test_no_calls_give_no_results(forgiving):
     assert forgiving.run([]) == []
 
 
@@ -136,10 +136,10 @@ def test_async_function_and_details(forgiving, user_file):
         ("hang", "no answer within rewards.timeout_s=3 seconds"),
         ("raise", 'KeyError: "the user\'s own mistake"'),
         ("exit", "SystemExit: 3"),
-        ("leave", "the process that called it ended with exit code 3"),
-        ("crash", "the process that called it ended with signal SIGSEGV"),
+        ("leave", "its process ended with exit code 3"),
+        ("crash", "its process ended with signal SIGSEGV"),
         ("hog", "MemoryError"),
-        ("forge", "the process that called it ended with"),
+        ("forge", "its process ended with"),
         ("return {'score': 1.0, 'x': 'x' * (1 << 21)}", "bytes beside the score; at most 1048576"),
         ("return float('nan')", "returned nan; a reward function returns a finite number"),
         ("return -float('inf')", "returned -inf"),
@@ -178,7 +178,7 @@ def test_halves_of_characters_are_replaced(forgiving, user_file):
     assert "KeyError" in outcomes[1].failure and outcomes[1].failure.encode()
 
 
-def test_the_traceback_of_the_worker_is_told(forgiving, user_file):
+def test_worker_traceback_is_reported(forgiving, user_file):
     (outcome,) = forgiving.run(calls(f"{user_file}:misbehave", "raise"))
     assert f'File "{user_file}"' in outcome.failure
     assert 'raise KeyError("the user\'s own mistake")' in outcome.failure
@@ -214,7 +214,7 @@ def test_workers_do_not_see_the_run_s_environment(user_file, monkeypatch):
     assert "WANDB_API_KEY" not in outcome.details["names"]
 
 
-def test_what_workers_print_is_bounded(user_file, capfd):
+def test_worker_output_is_bounded(user_file, capfd):
     name = f"{user_file}:misbehave"
     with RewardPool([name], ONE) as pool:
         assert [o.score for o in pool.run(calls(name, "talk", "talk"))] == [1.0, 1.0]
@@ -222,7 +222,7 @@ def test_what_workers_print_is_bounded(user_file, capfd):
     assert 60_000 < len(shown) < 70_000 and "bytes: dropped" in shown
 
 
-def test_what_a_row_of_a_file_may_hold_arrives(forgiving, user_file):
+def test_every_json_value_reaches_the_reward_function(forgiving, user_file):
     truth = [b"\xff", datetime.datetime(2024, 1, 2, 3), decimal.Decimal("0.10"), None, 10**30]
     info = {"day": datetime.date(2024, 1, 2), "nan": float("nan"), "by": {1: "one", "2": "two"}}
     (outcome,) = forgiving.run(

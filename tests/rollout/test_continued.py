@@ -105,7 +105,7 @@ def made(name):
 @pytest.mark.parametrize(
     "name", ["plain", *(pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS if n != "plain")]
 )
-def test_what_is_kept_changes_no_sample(name, request):
+def test_retained_pages_change_no_sample(name, request):
     if name == "plain":
         request.getfixturevalue("one_window")
     engine, params = engine_with(8, shape=NETWORKS[name]), made(name)
@@ -124,7 +124,7 @@ def test_what_is_kept_changes_no_sample(name, request):
 
 
 @pytest.mark.slow
-def test_on_a_mesh():
+def test_continued_requests_on_a_mesh():
     mesh = tiny.make_mesh(fsdp=2, tensor=2)
     wanted = played(engine_with(8), rollout_params(), keeps=False)
     assert_same(played(engine_with(4, mesh), rollout_params(mesh)), wanted)
@@ -220,7 +220,7 @@ def test_slots_change_places_with_what_others_keep(one_window):
     assert [again[number] for number in numbers] == [c.tokens for (c,) in fresh]
 
 
-def test_what_is_forgotten_is_read_again():
+def test_freed_pages_are_recomputed():
     engine, params = engine_with(4), rollout_params()
     key = np.zeros((1, 2), np.uint32)
 

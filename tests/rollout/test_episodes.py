@@ -78,7 +78,7 @@ def test_fields(setup):
     assert 0 < rollouts.stopped.sum() < 9
 
 
-def test_a_sample_depends_on_key_and_number_alone(setup):
+def test_sample_depends_on_key_and_number_only(setup):
     one, two = (
         episodes.rollout(*setup, TOKENIZER, prompts("x", last), SAMPLES[:2], jax.random.key(0))[0]
         for last in ("yz", "something else")

@@ -45,11 +45,10 @@ MINE = "my_engine.py:FullForwardEngine"
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, one_device, monkeypatch):
     """A folder with the document's engine, where runs are started on one device."""
     (tmp_path / "my_engine.py").write_text(SOURCE + REMOTE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jax, "devices", lambda *a, of=jax.devices: of(*a)[:1])
     return tmp_path
 
 
@@ -108,7 +107,7 @@ def test_another_engine_samples_asynchronously(folder, new_weights):
         ("wrong.py:Declares", "has capabilities of dict; make them a .*engine_api.Capabilities"),
     ],
 )
-def test_what_is_no_engine_is_refused_before_weights_are_loaded(folder, name, message):
+def test_invalid_engine_is_refused_before_weights_are_loaded(folder, name, message):
     (folder / "wrong.py").write_text(
         "number = 3\n"
         "def no_arguments(): ...\n"

@@ -63,7 +63,7 @@ def propose(sequences, draft_tokens=4, ngram_tokens=3, behind=7):
         ([7], [-1] * 4),
     ],
 )
-def test_guesses_by_hand(sequence, guesses):
+def test_draft_tokens_by_hand(sequence, guesses):
     assert propose([sequence]) == [guesses]
     assert propose([sequence], behind=sequence[-1]) == [guesses]
     assert propose([sequence], draft_tokens=2) == [guesses[:2]]
@@ -102,7 +102,7 @@ def test_guesses_are_those_of_a_search():
         ([4, 9, 6], [4, 9], 9, 2),
     ],
 )
-def test_what_is_kept_by_hand(drawn, drafts, remaining, count):
+def test_accepted_tokens_by_hand(drawn, drafts, remaining, count):
     found = kept(*(np.array([row]) for row in (drawn, drafts, [9, -1])), np.array([remaining]))
     assert np.asarray(found)[0].tolist() == [True] * count + [False] * (3 - count)
 
@@ -154,7 +154,7 @@ def after_a_prompt(slots=4000):
 @jax.jit
 def logits_of(tokens):
     stacked, inside = jax.tree.map(jnp.asarray, weights()), jnp.ones_like(tokens)
-    hidden = tiny.NETWORK.hidden_states(stacked, tokens, jnp.arange(16)[None], inside)
+    hidden = tiny.hidden_states(tiny.NETWORK)(stacked, tokens, jnp.arange(16)[None], inside)
     return tiny.NETWORK.logits(stacked, hidden)[0]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.mark.slow
-def test_turns_read_what_is_new_by_programs_that_are_there():
+def test_later_turns_prefill_new_tokens_without_compiling():
     path = pathlib.Path(__file__).parents[2] / "benchmarks" / "agents.py"
     spec = importlib.util.spec_from_file_location("agents_benchmark", path)
     benchmark = importlib.util.module_from_spec(spec)

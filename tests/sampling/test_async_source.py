@@ -301,7 +301,7 @@ def test_all_rejected_has_a_clear_end(runs):
 
 
 @pytest.mark.parametrize("who", ["engine", "reward"])
-def test_what_dies_ends_the_run_and_the_next_start_loses_nothing(runs, monkeypatch, who):
+def test_crash_ends_the_run_and_the_resume_loses_nothing(runs, monkeypatch, who):
     """The engine while the learner is at work or waits; a reward function that gave up."""
     for moment in range(1, 14, 4):
         run = runs(moment, k=2)

@@ -80,7 +80,7 @@ def dump(tmp_path, sampled):
     return tmp_path / "rollouts" / "3.jsonl"
 
 
-def test_what_was_written_is_read(dump, sampled):
+def test_dumps_round_trip(dump, sampled):
     config = recipe_settings.config("grpo", SMALL)
     found = dump_source.DumpSource(dump_source.find_dumps([dump.parent]), config, 10)
     samples = found.next_batch(Weights({}, 0), jax.random.key(0), Clock())

@@ -91,7 +91,7 @@ def test_select_keeps_rows_and_their_prompts():
     assert len(nothing.scores) == 0
 
 
-def test_waves_are_joined():
+def test_sampling_waves_are_concatenated():
     """Rows stand below each other; what is counted, by rewards or by the engine, is added up."""
     nothing = source.take_rows(
         rollouts_of([prompt(3)], 2), rewards_of([9, 9], 2), np.array([], int)

@@ -68,7 +68,7 @@ def test_a_full_queue_is_429_and_then_served():
     asyncio.run(scenario())
 
 
-def test_stopping_is_503():
+def test_requests_while_stopping_get_503():
     async def scenario():
         engine = CountingEngine()
         async with running(engine) as (client, driver):
@@ -126,7 +126,7 @@ def test_a_broken_engine_is_500_and_unhealthy():
     asyncio.run(scenario())
 
 
-def test_what_only_the_engine_refuses_is_400():
+def test_engine_refusal_is_400():
     async def scenario():
         async with running(CountingEngine(too_long=5)) as (client, _):
             reply = await complete(client, prompt="abcdef")
@@ -138,7 +138,7 @@ def test_what_only_the_engine_refuses_is_400():
 
 @pytest.mark.parametrize("place", ["submit", "step", "text"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_one_request_raises_is_its_500_alone(stream, place):
+def test_error_of_one_request_is_its_own_500(stream, place):
     """In the engine's thread, for one of its samples; or in the event loop, making its text."""
 
     class Cursed:

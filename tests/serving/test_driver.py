@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from serving_engine import CountingEngine
 
-from jaxrl_llm.rollout.engine.compiled_programs import Program
+from jaxrl_llm.rollout.engine.aot_programs import Program
 from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
 from jaxrl_llm.serving.driver import Driver, RequestRejected
 
@@ -180,7 +180,7 @@ def test_a_broken_engine_is_told_to_all(make):
         driver.submit([request()], Heard())
 
 
-def test_what_the_engine_refuses_leaves_nothing_behind(make):
+def test_refused_request_leaves_no_state(make):
     engine = CountingEngine(too_long=5)
     driver, heard = make(engine), Heard()
     driver.submit([request(), request(prompt_tokens=6)], heard)
@@ -191,7 +191,7 @@ def test_what_the_engine_refuses_leaves_nothing_behind(make):
 
 
 @pytest.mark.parametrize("place", ["submit", "step"])
-def test_what_one_request_raises_ends_it_alone(make, place):
+def test_error_of_one_request_ends_only_that_one(make, place):
     engine = CountingEngine(num_slots=8, cursed=7, fails_in=place)
     driver = make(engine, max_waiting=8)
     engine.may_step.clear()
@@ -206,7 +206,7 @@ def test_what_one_request_raises_ends_it_alone(make, place):
     assert driver.drain(30) and engine.num_active == 0 and driver.state == "ready"
 
 
-def test_a_listener_that_raises_is_given_up_alone(make):
+def test_raising_listener_ends_only_its_request(make):
     engine = CountingEngine()
     driver, heard = make(engine), Heard()
     engine.may_step.clear()
@@ -221,11 +221,11 @@ def test_a_listener_that_raises_is_given_up_alone(make):
     assert driver.drain(30) and engine.num_active == 0 and driver.state == "ready"
 
 
-def test_programs_are_compiled_while_no_request_is_there(make, caplog):
+def test_programs_are_compiled_while_idle(make, caplog):
     engine, may_compile, compiled = CountingEngine(), threading.Event(), []
 
     def program(i):
-        def call(params, state):
+        def call(calls, params, state):
             assert may_compile.wait(30)
             compiled.append((i, engine.num_steps))
 
@@ -248,7 +248,7 @@ def test_programs_are_compiled_while_no_request_is_there(make, caplog):
 def test_a_driver_that_stops_compiles_no_more(make):
     reached, may_compile = threading.Event(), threading.Event()
 
-    def call(params, state):
+    def call(calls, params, state):
         reached.set()
         assert may_compile.wait(30)
 

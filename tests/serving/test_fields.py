@@ -153,7 +153,7 @@ def post(client, place="/v1/chat/completions", **body):
 
 
 @pytest.mark.parametrize("place", ["/v1/chat/completions", "/v1/completions"])
-def test_what_asks_for_nothing_is_accepted_and_the_rest_named(place):
+def test_no_op_fields_are_accepted_and_others_named(place):
     rules = fields.PLACES[place]
     with client_of("It is 2.") as (client, engine):
         plain = text_of_last(post(client, place), engine)
@@ -214,7 +214,7 @@ def text_of_last(reply, engine):
         ({"stop": ["a", 7]}, "stop.1: Input should be a valid string; got 7"),
     ],
 )
-def test_what_would_change_the_answer_is_refused_by_its_place(sent, place):
+def test_unsupported_fields_are_refused_with_their_location(sent, place):
     with client_of("It is 2.") as (client, _):
         reply = post(client, **sent)
         assert reply.status_code == 400 and place in reply.json()["error"]["message"]

@@ -102,10 +102,10 @@ def nested(depth):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (history(r'{"a": "\ud83d"}'), "a holds half of a surrogate pair"),
-        (history(r'{"a": {"\udc00": 1}}'), r"a.'\\udc00' holds half of a surrogate pair"),
+        (history(r'{"a": "\ud83d"}'), "a contains a lone surrogate"),
+        (history(r'{"a": {"\udc00": 1}}'), r"a.'\\udc00' contains a lone surrogate"),
         (history(f'{{"a": {nested(900)}}}'), "nested deeper than 64"),
-        (history("{}", "\ud83d"), "messages.2.content: holds half"),
+        (history("{}", "\ud83d"), "messages.2.content: contains a lone"),
         (chat(("user", "a"), metadata={"a": json.loads(nested(900))}), "nested deeper than 256"),
         (
             chat(("user", "a"), tools=[{**TOOL, "function": {

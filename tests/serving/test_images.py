@@ -120,9 +120,9 @@ def test_a_reply_to_an_image_is_the_engines_and_wrong_images_are_400():
             assert message.startswith(where)
         assert "role 'user' or 'tool'" in await refused(client, asking(uri(image), role="system"))
         twice = asking(uri(image), text="<|image_pad|>")
-        assert "2 places of images" in await refused(client, twice)
+        assert "renders 2 image placeholders" in await refused(client, twice)
         token = {"role": "user", "content": "<|image_pad|>"}
-        assert "1 places of images in the text" in await refused(client, token)
+        assert "renders 1 image placeholders" in await refused(client, token)
 
     talking(served, engine, weights, scenario)
 
@@ -130,7 +130,7 @@ def test_a_reply_to_an_image_is_the_engines_and_wrong_images_are_400():
 def test_a_model_of_text_refuses_images():
     async def scenario(client):
         said = await refused(client, asking(picture(8, 8)))
-        assert said == "messages.0.content, image 1: this model reads text alone; leave images out"
+        assert said == "messages.0.content, image 1: this model is text-only; leave images out"
 
     served = ServedModel("m", character_tokenizer(), (1,), vocab_size=104, max_tokens=100)
     talking(served, CountingEngine(), 0.0, scenario)

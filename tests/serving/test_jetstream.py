@@ -141,7 +141,7 @@ def test_requests_that_would_kill_the_server_are_refused(stub, running, case, me
     assert running[0].process.poll() is None
 
 
-def test_it_is_live_and_stops_clean(folder, running, stub):
+def test_server_becomes_live_and_stops_cleanly(folder, running, stub):
     import grpc
     from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 

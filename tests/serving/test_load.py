@@ -101,7 +101,7 @@ async def round_of(url, seeds):
 
 
 @pytest.mark.parametrize("requests", [200, pytest.param(400, marks=pytest.mark.nightly)])
-def test_sixty_four_clients(requests, folder):
+def test_sixty_four_clients_are_served(requests, folder):
     # Who arrives with whom decides which programs are used, and each needs memory: all of them.
     ahead = f"--warm_up_prompts={host_inputs.MAX_PREFILL_TOKENS // host_inputs.MIN_WIDTH}"
     flags = ("--num_slots=16", "--max_waiting=200", ahead)

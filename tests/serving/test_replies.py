@@ -68,7 +68,7 @@ def test_the_pieces_do_not_change_the_text(tokens, cuts):
 @pytest.mark.parametrize("tokenizer", [BYTES, PIECES], ids=["bytes", "pieces"])
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_whole_characters_only(tokenizer, data):
+def test_streamed_pieces_hold_whole_characters(tokenizer, data):
     if tokenizer is BYTES:
         text = data.draw(st.text(alphabet="aé你😀 n", min_size=1, max_size=20))
         tokens = BYTES(text)["input_ids"]

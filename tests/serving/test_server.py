@@ -328,7 +328,7 @@ def test_half_of_a_surrogate_pair_is_told_where_it_is(url, field, place):
     headers = {"Content-Type": "application/json"}
     reply = httpx.post(url + path, content=json.dumps(body), headers=headers)
     assert reply.status_code == 400
-    assert reply.json()["error"]["message"].startswith(f"{place}: holds half of a surrogate pair")
+    assert reply.json()["error"]["message"].startswith(f"{place}: contains a lone surrogate")
     assert httpx.get(url + "/health").status_code == 200
 
 

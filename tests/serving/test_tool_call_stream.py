@@ -256,7 +256,7 @@ def test_a_call_that_is_demanded_is_begun():
         ),
     ],
 )
-def test_what_is_wrong_is_told(fields, said):
+def test_malformed_calls_are_reported(fields, said):
     async def scenario():
         async with talking() as (client, _):
             with pytest.raises(openai.BadRequestError, match=said):

@@ -51,7 +51,7 @@ def test_slurm_with_a_process_for_each_node():
     assert start.local_device == ALL_DEVICES
 
 
-def test_a_gpu_that_the_launcher_chose_is_left_alone():
+def test_gpu_chosen_by_the_launcher_is_kept():
     assert find({**SLURM, "CUDA_VISIBLE_DEVICES": "3"}).local_device == ALL_DEVICES
     assert find({**SLURM, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}).local_device == 2
 
@@ -71,7 +71,7 @@ def test_the_first_host_of_a_node_list(nodes, first):
     assert start.coordinator == f"{first}:61444"
 
 
-def test_open_mpi():
+def test_open_mpi_variables_are_detected():
     # 1531576320 is 373920 times 4096; 373920 modulo 4096 is 1184.
     assert find(OPENMPI) == ProcessStart("openmpi", "10.96.0.1:62624", 4, 3)
 
@@ -117,7 +117,7 @@ def test_tpu_pod_by_its_metadata(endpoints):
         server.shutdown()
 
 
-def test_no_metadata_is_said():
+def test_missing_metadata_is_reported():
     with pytest.raises(ClusterError, match=r"neither TPU_WORKER_HOSTNAMES is set nor does http"):
         find({"GCE_METADATA_IP": "localhost:1"}, "tpu")
 
@@ -134,11 +134,11 @@ def test_addresses_from_flags_and_environment():
         (("h:1",), r"--num_processes \(JAX_NUM_PROCESSES\) and --process_id"),
         (("h:1", 2), r"--start=addresses: --process_id \(JAX_PROCESS_ID\) not given"),
         (("", 2, 0), r"--coordinator \(JAX_COORDINATOR_ADDRESS\) not given"),
-        (("h:1", 2, 2), "2 is none of the 2 processes; they are numbered from 0 to 1"),
+        (("h:1", 2, 2), "2 is not one of the 2 processes; they are numbered from 0 to 1"),
         (("h", 2, 1), "'h' has no port"),
     ],
 )
-def test_what_is_missing_is_named(told, missing):
+def test_missing_variables_are_named(told, missing):
     with pytest.raises(ClusterError, match=missing):
         find({}, "auto", *told)
 
@@ -150,7 +150,7 @@ def test_what_is_missing_is_named(told, missing):
         ("jobset", {"JOBSET_NAME": "a"}, "REPLICATED_JOB_NAME, .*launch/gke_jobset.yaml"),
         ("openmpi", {}, "OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK not set; .*mpirun"),
         ("tpu", {"TPU_WORKER_HOSTNAMES": "a"}, "TPU_WORKER_ID not set"),
-        ("slurm", {**SLURM, "SLURM_PROCID": "six"}, "SLURM_PROCID='six' is no number"),
+        ("slurm", {**SLURM, "SLURM_PROCID": "six"}, "SLURM_PROCID='six' is not a number"),
     ],
 )
 def test_a_launcher_that_is_not_there_is_an_error(how, environ, missing):

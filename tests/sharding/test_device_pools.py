@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+import tiny
 from jax._src.array import ArrayImpl
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -51,31 +52,17 @@ def test_pools_by_hand_have_meshes_of_their_own():
     assert dict(found["critic"].shape) == {**ones, "fsdp": 2}
 
 
-class Device:
-    """A device of another host."""
-
-    def __init__(self, number, host):
-        self.id, self.process_index = number, host
-
-
-def test_a_pool_takes_as_many_devices_of_every_host(monkeypatch):
-    taken = []
-    monkeypatch.setattr(
-        device_pools.mesh_lib,
-        "make_mesh",
-        lambda config, devices: taken.append(devices) or len(taken),
-    )
-    devices = [Device(i, i // 4) for i in range(8)]
-    places(devices=devices)
-    assert [[device.id for device in pool] for pool in taken] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+def test_a_pool_takes_as_many_devices_of_every_host():
+    devices = tiny.hosts(2, 4)
+    found = places(devices=devices)
+    assert numbers(found["policy"]) == [0, 1, 4, 5] and numbers(found["critic"]) == [2, 3, 6, 7]
     with pytest.raises(ConfigError, match=r"pools.b: 3 devices cannot be as many of each of 2"):
         places(devices=devices, **by_hand(a=PoolConfig(), b=PoolConfig(devices=3)))
-    taken.clear()
     roles = {**dict.fromkeys(ROLES, "a"), "rollout": "b"}
     sizes = {"a": PoolConfig(devices=4), "b": PoolConfig(devices=4)}
     own = {"choice": "by_hand", "hosts": "own", "pools": sizes, "roles": roles}
-    places(devices=devices, **own)
-    assert [[device.id for device in pool] for pool in taken] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    found = places(devices=devices, **own)
+    assert numbers(found["policy"]) == [0, 1, 2, 3] and numbers(found["rollout"]) == [4, 5, 6, 7]
     for changes, message in (
         ({"pools": {"a": PoolConfig(devices=6), "b": PoolConfig()}}, "6 devices are not whole ho"),
         ({"roles": {**roles, "policy": "b", "rollout": "a"}}, "'a' is first, but process 0 must"),
@@ -172,7 +159,7 @@ def test_an_array_crosses_whole_and_not_through_the_host(
     np.testing.assert_array_equal(back, values)
 
 
-def test_what_is_there_or_nowhere_yet_is_left_alone():
+def test_arrays_in_the_pool_or_uncommitted_are_not_moved():
     found = places()
     target = NamedSharding(found["critic"], PartitionSpec())
     there = jax.device_put(np.ones(4), NamedSharding(found["critic"], PartitionSpec("fsdp")))

@@ -146,5 +146,5 @@ def test_arrays_of_a_pool_come_from_its_first_host(store, as_process):
         np.testing.assert_array_equal(fetched[name], array)
 
 
-def test_holders_are_processes():
+def test_hosts_of_a_sharding_are_process_indices():
     assert kv_store_broadcast.hosts_of(SHARDING) == {0}

@@ -134,3 +134,22 @@ def test_constrain_without_a_mesh_is_nothing():
         mesh_lib.activation_sharding(x.shape, ("batch", "embed"), mesh), 2
     )
     assert split.sharding.shard_shape(x.shape) == (1, 6)
+
+
+def test_runs_get_the_devices_in_use():
+    every = jax.devices()
+    with pytest.raises(RuntimeError), mesh_lib.use_devices(every[2:5]):
+        assert mesh_lib.run_devices() == every[2:5]
+        assert mesh_lib.make_mesh(MeshConfig()).devices.ravel().tolist() == every[2:5]
+        with mesh_lib.use_devices(every[:1]):
+            assert mesh_lib.make_mesh(MeshConfig()).devices.ravel().tolist() == every[:1]
+        assert mesh_lib.run_devices() == every[2:5]
+        # Devices that are named are those that are taken.
+        assert mesh_lib.make_mesh(MeshConfig(), every).size == len(every)
+        raise RuntimeError("a run that fails")
+    assert mesh_lib.run_devices() == every
+
+
+def test_the_fixture_of_one_device_reaches_a_run(one_device):
+    assert mesh_lib.run_devices() == jax.devices()[:1]
+    assert mesh_lib.make_mesh(MeshConfig()).size == 1

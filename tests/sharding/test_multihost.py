@@ -68,7 +68,7 @@ def test_nobody_ends_while_all_are_alive(scene):
         assert later(time, watches) == ["", "", ""]
 
 
-def test_one_that_is_silent_ends_the_others_and_is_named(scene):
+def test_silent_process_ends_the_others_and_is_named(scene):
     _, time, (first, second, third) = scene
     later(time, (first, second, third))
     quiet = time.seconds
@@ -81,12 +81,12 @@ def test_one_that_is_silent_ends_the_others_and_is_named(scene):
     assert any(later(time, (first, third)))
 
 
-def test_one_that_never_came_is_silent_too(scene):
+def test_process_that_never_started_counts_as_silent(scene):
     _, time, (first, _, _) = scene
     assert "process 1 gave no sign" in later(time, [first], HEARTBEAT_TIMEOUT_S)[0]
 
 
-def test_one_that_says_why_it_stops_ends_the_others_at_once(scene):
+def test_failing_process_ends_the_others_at_once(scene):
     _, time, (first, second, third) = scene
     later(time, (first, second, third))
     third.stop_all("config.mesh: does not fit")
@@ -94,7 +94,7 @@ def test_one_that_says_why_it_stops_ends_the_others_at_once(scene):
         assert text.startswith("process 2 stopped: config.mesh: does not fit\nprocess ")
 
 
-def test_one_that_left_is_missed_by_nobody(scene):
+def test_finished_process_is_not_missed(scene):
     board, time, (first, second, third) = scene
     later(time, (first, second, third))
     third.leave()
@@ -116,7 +116,7 @@ def test_a_board_that_breaks_is_waited_for_and_then_process_0_is_named(scene):
     assert text.startswith("process 0 cannot be reached: connection refused\nprocess 1 ends too")
 
 
-def test_who_waits_for_a_verdict_gets_one_however_slow_the_looks(scene, monkeypatch):
+def test_slow_liveness_checks_still_give_a_verdict(scene, monkeypatch):
     """Returns when all gave signs that are younger than the call; or else the silent one is named.
 
     A sign that was given before the call may come after it.
@@ -209,7 +209,7 @@ def test_the_first_item_that_differs_is_named_with_who_holds_what():
         compare_digests("step 2", [same, other, same])
 
 
-def test_what_only_some_hold_is_compared_among_them():
+def test_values_held_by_some_processes_are_compared_among_them():
     compare_digests("x", [{"a[0:1]": "1"}, {"a[1:2]": "2"}])
     with pytest.raises(DivergenceError, match=r"a\[0:1\] \(process 0: 1; process 2: 3\)"):
         compare_digests("x", [{"a[0:1]": "1"}, {"a[1:2]": "2"}, {"a[0:1]": "3"}])

@@ -99,7 +99,7 @@ def addresses(tree):
     ],
     ids=str,
 )
-def test_what_moves_is_what_is_missing(sizes, layout):
+def test_only_missing_shards_move(sizes, layout):
     mesh = tiny.make_mesh(**sizes)
     # Four whole key heads: every layout can split them as it likes.
     network = tiny.with_sizes(num_kv_heads=4)
@@ -173,13 +173,13 @@ LINES = {
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_bytes_received(line):
+def test_received_bytes_by_hand(line):
     result, wanted = LINES[line]
     hlo = f"HloModule m, num_partitions=8\n  %a.1 = {result} {line}\n"
     assert sum(c.received_bytes for c in reshard.collectives(hlo)) == wanted
 
 
-def test_what_a_device_misses():
+def test_missing_elements_of_a_device_by_hand():
     mesh = tiny.make_mesh(fsdp=2, tensor=2)
 
     def missing(source, target):

@@ -160,6 +160,8 @@ def test_what_to_do_about_buckets(memory_folder, monkeypatch):
         config_reader.read_config("memory://models/none")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "s3fs", None)
+        loaded = sys.modules["fsspec.registry"]._registry
+        patch.delitem(loaded, "s3", raising=False)
         files_lib._connect.cache_clear()
         with pytest.raises(ConfigError, match=r"pip install 'jaxrl_llm\[s3\]'"):
             bucket.list_files(bucket.BucketAddress("s3", "a"))

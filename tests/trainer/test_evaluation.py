@@ -8,7 +8,7 @@ import pytest
 from jaxrl_llm.trainer.evaluation import answer_metrics
 
 
-def test_one_sample():
+def test_evaluation_with_one_sample():
     found = answer_metrics(np.array([[1.0], [0.0], [1.0], [1.0]]), [("a",), ("b",), ("c",), ("d",)])
     assert found == {"mean@1": 0.75, "pass@1": 0.75}
 

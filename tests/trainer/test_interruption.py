@@ -1,6 +1,5 @@
 """A request to end is heard where nothing is lost, and only there."""
 
-import functools
 import os
 import pathlib
 import signal
@@ -16,7 +15,6 @@ import recipe_settings
 import runs
 
 from jaxrl_llm.errors import Interrupted
-from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import multihost
 from jaxrl_llm.trainer import rl
 from jaxrl_llm.trainer.interruption import InterruptionHandler
@@ -127,7 +125,7 @@ with InterruptionHandler(float(sys.argv[1])) as interruption:
     "grace_s, how, said",
     [("0.2", "once", "the grace time of 0.2 s is over"), ("60", "twice", "a second SIGINT")],
 )
-def test_what_does_not_end_is_ended(grace_s, how, said):
+def test_run_that_does_not_stop_is_killed(grace_s, how, said):
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(END), grace_s, how],
         env={"PYTHONPATH": str(runs.ROOT), "PATH": "", "JAX_PLATFORMS": "cpu"},
@@ -138,13 +136,6 @@ def test_what_does_not_end_is_ended(grace_s, how, said):
     )
     assert result.returncode == 75, result.stderr
     assert said in result.stderr and "goes on from the last checkpoint" in result.stderr
-
-
-@pytest.fixture
-def one_device(monkeypatch):
-    """A run of this size on eight devices would wait for its own collectives."""
-    make = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
-    monkeypatch.setattr(mesh_lib, "make_mesh", make)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import runs
 
 import jaxrl_llm
 from jaxrl_llm.packing import packed_batch
+from jaxrl_llm.sharding import mesh as mesh_lib
 
 STEPS = 3
 JOBS = ("sft", "dpo", "reward_model")
@@ -62,8 +63,7 @@ def config(files, job, rank=0, mesh=None, tokens=4096):
 
 
 def run(files, workdir, devices, *settings, **more):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda: devices)
+    with mesh_lib.use_devices(devices):
         state = jaxrl_llm.train(config(files, *settings, **more), workdir)
     return jax.device_get(state), runs.metrics(workdir)
 

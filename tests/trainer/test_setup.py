@@ -96,7 +96,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("groups, message", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_work_is_refused_before_anything_is_allocated(tmp_path, groups, message):
+def test_impossible_run_is_refused_before_allocation(tmp_path, groups, message):
     of, before = config(**groups), num_arrays()
     workdir = tmp_path / "run"
     with pytest.raises(UserError, match=message), TrainingRun(of, workdir) as run:

@@ -138,7 +138,7 @@ def test_a_warm_start_goes_on_where_it_ended(how, models, taught, tmp_path, capl
     assert names(tmp_path / "warm_start") == {"config.json", "metrics.jsonl", "product"}
 
 
-def test_no_warm_start_leaves_the_policy_alone(models, tmp_path):
+def test_policy_without_warm_start_is_unchanged(models, tmp_path):
     config = dataclasses.replace(CONFIG, warm_start=StageConfig(num_steps=0))
     found = warm_start(models, tmp_path, config)
     assert same_bits(found, weights.initial_policy(config, models))

@@ -137,9 +137,8 @@ def test_ten_steps_are_those_of_trl(name, tmp_path, monkeypatch):
 
     monkeypatch.setitem(supervised._OBJECTIVES, job.job, objective)
     monkeypatch.setattr(weights_lib, "initial_params", begin)
-    one = mesh_lib.make_mesh
-    monkeypatch.setattr(mesh_lib, "make_mesh", lambda mesh: one(mesh, jax.devices()[:1]))
-    state = supervised.train(job, tmp_path / "run")
+    with mesh_lib.use_devices(jax.devices()[:1]):
+        state = supervised.train(job, tmp_path / "run")
 
     found = runs.metrics(tmp_path / "run")
     for metric, ours in METRICS[kind].items():

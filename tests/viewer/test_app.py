@@ -17,7 +17,7 @@ def client(tmp_path_factory):
     return TestClient(make_app(runs, ["localhost"]), base_url="http://localhost")
 
 
-def test_runs_and_curves(client):
+def test_app_serves_runs_and_curves(client):
     about = client.get("/api/runs").json()
     assert [run["name"] for run in about["runs"]] == ["a", "b"]
     assert about["runs"][0]["dumps"] == list(range(1, 21)) and about["chosen"][0][0] == "reward"
@@ -26,7 +26,7 @@ def test_runs_and_curves(client):
     assert len(curves[names[0]]) == 2 and curves["no/such"] == [[[], []], [[], []]]
 
 
-def test_samples(client):
+def test_app_serves_samples(client):
     found = client.get("/api/runs/1/samples", params={"step": 20, "max_score": 0.5}).json()
     assert [sample["row"] for sample in found["samples"]] == [2]
     assert client.get("/api/runs/1/samples/20/2").json()["mask"] == [1, 0, 1, 1]

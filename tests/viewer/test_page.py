@@ -81,7 +81,7 @@ def used_s(of):
 
 
 @pytest.mark.slow
-def test_what_a_person_sees(page, tmp_path):
+def test_page_shows_curves_alerts_memory_and_samples(page, tmp_path):
     folders = [
         made_runs.make(tmp_path / name, 120, 9, dumps=[60, 120], seed=i)
         for i, name in enumerate(("grpo", "grpo_low_kl"))

@@ -96,7 +96,7 @@ def test_samples_of_all_steps_and_of_none(folder):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(NotARunError, match=r"no folder of a run, it has no metrics\.jsonl"):
+    with pytest.raises(NotARunError, match=r"not a run folder, it has no metrics\.jsonl"):
         RecordedRun(tmp_path)
 
 

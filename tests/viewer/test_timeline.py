@@ -58,10 +58,10 @@ def workdir(tmp_path, monkeypatch):
     for process, planes in enumerate((CPU, TPU)):
         folder = tmp_path / f"profile/process_{process}/plugins"
         folder.mkdir(parents=True)
-        (folder / "host.xplane.pb").touch()
-        found[f"process_{process}"] = profile(**planes)
-    read = lambda path: found[path.split("/")[-3]]  # noqa: E731
-    monkeypatch.setattr(profiler, "ProfileData", types.SimpleNamespace(from_file=read))
+        (folder / "host.xplane.pb").write_bytes(b"%d" % process)
+        found[b"%d" % process] = profile(**planes)
+    read = types.SimpleNamespace(from_serialized_xspace=found.__getitem__)
+    monkeypatch.setattr(profiler, "ProfileData", read)
     return tmp_path
 
 
@@ -93,7 +93,7 @@ def test_the_picture_says_who_was_at_work_and_how_long(workdir):
     assert "#4477aa" in text and "#228833" in text
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path, workdir):
+def test_timelines_that_cannot_be_drawn_are_refused(tmp_path, workdir):
     (tmp_path / "other").mkdir()
     with pytest.raises(NoTraceError, match=r"no trace of this run; record one with --config\.prof"):
         timeline.save_timeline(tmp_path / "other", "x.png")

@@ -33,7 +33,7 @@ class MCPTools:
                     raise ValueError("it has no word")
             except ValueError as error:
                 raise ValueError(
-                    f"the MCP server {address!r} is no address and no command: {error}; give"
+                    f"the MCP server {address!r} is neither an address nor a command: {error}; give"
                     " http://... or a command whose quotation marks are closed"
                 ) from error
             target = StdioServerParameters(command=words[0], args=words[1:])
@@ -181,7 +181,7 @@ def _tool(client: mcp.Client, description: Any, prefix: str) -> Callable[..., An
         value = result_value(result)
         if result.is_error:
             text = message_content.without_images(value)
-            raise RuntimeError(text or "the tool failed, and its server does not say why")
+            raise RuntimeError(text or "the tool failed without an error message from its server")
         return value
 
     call.json_schema = {  # type: ignore[attr-defined]

@@ -56,5 +56,5 @@ def _text(observation: Any) -> str:
 def make(address: str) -> OpenEnvClient:
     """Creates an episode of a served environment; ValueError if `address` is not a URL."""
     if not address.startswith(("http://", "https://")):
-        raise ValueError(f"{address!r} is no address of a server; it begins with http://")
+        raise ValueError(f"{address!r} is not a server address; it must start with http://")
     return OpenEnvClient(address)

@@ -74,7 +74,7 @@ def dialogue_example(
                 tokens_and_mask = _with_ends(tokenizer, dialogue, turns, tokens_and_mask, end_mark)
         if not any(tokens_and_mask.mask):
             raise DataError(
-                "no token of the assistant, so nothing to learn; give the answer a text, or leave"
+                "no assistant tokens, so nothing to learn; give the answer a text, or leave"
                 " the row out"
             )
     return tokens_and_mask
@@ -200,9 +200,9 @@ def _with_ends(
                 mark = appended = end_mark or tokenizer.eos_token
             if not mark:
                 raise DataError(
-                    f"the chat template writes nothing that ends message {number + 1}, so no sample"
-                    " would learn to stop; set data.rewritten_turns='split', which ends each turn"
-                    " with the end token, or model.chat_template to another template"
+                    f"the chat template writes nothing at the end of message {number + 1}, so no"
+                    " sample would learn to stop; set data.rewritten_turns='split', which ends each"
+                    " turn with the end token, or model.chat_template to another template"
                 )
             spans.append((end, end + len(mark)))
     ends = _tokens_in_spans(tokenizer, text + appended, spans)
@@ -331,7 +331,7 @@ def _tokens_in_spans(
     options = {"add_special_tokens": special, "return_offsets_mapping": tokenizer.is_fast}
     encoding = encode(tokenizer, text, **options)
     if "offset_mapping" not in encoding:
-        raise DataError("this tokenizer does not say where its tokens are; it needs tokenizer.json")
+        raise DataError("this tokenizer gives no character offsets; it needs tokenizer.json")
     mask = [
         any(span[0] < end and begin < min(end, span[1]) for span in spans)
         for begin, end in encoding["offset_mapping"]

@@ -84,7 +84,7 @@ def messages_in_text(text: str, where: str) -> list[Mapping[str, Any]] | None:
         if not beginning[1]:
             return None
         raise DataError(
-            f"{where} is a text that looks like a list of messages, but is no JSON: {error}; write"
+            f"{where} looks like a list of messages, but is not valid JSON: {error}; write"
             " it with json.dumps, or as a list"
         ) from error
     return values if all(map(_is_message, values)) else None
@@ -260,7 +260,7 @@ def _with_training(message: dict[str, Any], where: str) -> dict[str, Any]:
 def _unclean(value: Any, depth: int = MAX_DEPTH) -> Iterator[str]:
     """Yields why a value within a message is refused."""
     if isinstance(value, str) and not is_text(value):
-        yield f"half of a surrogate pair in {value!r:.60}; write all of the character, or none"
+        yield f"a lone surrogate in {value!r:.60}; write the whole character, or remove it"
     if not isinstance(value, (Mapping, list, tuple)):
         return
     if not depth:

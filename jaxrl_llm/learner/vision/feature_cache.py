@@ -37,7 +37,7 @@ class ImageFeatureCache:
     def __init__(
         self,
         tower: VisionEncoder,
-        pictures: ImagePreprocessor,
+        image_processor: ImagePreprocessor,
         mesh: Mesh,
         load: Callable[[], Params],
         learns: bool = False,
@@ -46,7 +46,8 @@ class ImageFeatureCache:
 
         Those of a tower that `is_trainable` are set by `update_params`.
         """
-        self.tower, self.image_processor, self._mesh, self._load = tower, pictures, mesh, load
+        self.tower, self.image_processor = tower, image_processor
+        self._mesh, self._load = mesh, load
         self.is_trainable = learns
         self._lock = threading.Lock()  # a server renews weights while it reads
         self._tower_params: Params = {}

@@ -113,7 +113,7 @@ def read_config(folder: PathLike) -> dict[str, Any]:
     config = read_json(folder / "config.json")
     if "model_type" not in config and "trainer" in config:
         raise CheckpointFormatError(
-            f"{folder}: the folder of a run, not of a model; give it as --workdir, or make a"
+            f"{folder}: a run folder, not a model folder; give it as --workdir, or make a"
             f" model's folder of it: launch/export.py --workdir={folder} --out=FOLDER"
         )
     if problem := next(_text_config_contradictions(config), ""):

@@ -182,7 +182,7 @@ def tensor_reader(file: GGUFFile, network: Network, dtype: np.dtype) -> TensorRe
             key = name_map.get_name(file_name, try_suffixes=(".weight", ".bias"))
             tensor = file.tensors.get(key or "")
             if tensor is None:
-                raise file.format_error(f"{key} ({file_name}) is missing; take another copy of it")
+                raise file.format_error(f"{key} ({file_name}) is missing; copy it again")
             if (stored_shape := tuple(tensor.shape[::-1].tolist())) != expected:
                 raise file.format_error(f"{key} is {list(stored_shape)}, expected {list(expected)}")
             _check_readable(file, tensor)

@@ -30,8 +30,8 @@ def check_roles(config: JobConfig, meshes: Mapping[str, Mapping[str, int]]) -> N
             )
     if stages > 1 and config.trains_vision_tower:
         raise ConfigError(
-            f"config.mesh.stage: {stages}, but a tower that learns is not split over stages; use 1,"
-            " or trainer.tower_learning_rate=0"
+            f"config.mesh.stage: {stages}, but a trained vision encoder is not split over stages;"
+            " use 1, or trainer.tower_learning_rate=0"
         )
     name, sequences = config.update_size_setting, config.sequences_per_update
     rows = math.lcm(*(s["data"] * s["fsdp"] * s["expert"] for s in trained.values()))

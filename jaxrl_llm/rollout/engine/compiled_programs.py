@@ -1,26 +1,22 @@
-"""Compiled programs of an engine: static and donated arguments, shardings, and the warm-up."""
+"""Compiled programs of an engine: static and donated arguments, and shardings."""
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.config.kv_cache_sizing import cache_pages
-from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.packing.packed_batch import bucket
 from jaxrl_llm.rollout.engine import (
     decode_attention,
     device_programs,
-    host_inputs,
     kv_cache,
     prefill,
 )
-from jaxrl_llm.rollout.engine.device_programs import DecodeState
 from jaxrl_llm.rollout.engine.page_allocator import CacheLayout
 from jaxrl_llm.sharding import mesh as mesh_lib
 
@@ -28,29 +24,21 @@ MOVES = 4  # samples moved by one call
 _WINDOW_STEP = 64  # finer windows would save less time than their compilation costs
 
 
-class Program(NamedTuple):
-    """A call that compiles a program without changing any slot."""
-
-    name: str
-    call: Callable[[Params, DecodeState], DecodeState]
-
-
 class EnginePrograms:
-    """One jitted function for each of `warmup_programs`, called under the mesh; built as `Engine`
-    is.
-    """
+    """The jitted functions of an engine, called under the mesh; built as `Engine` is."""
 
     def __init__(
         self,
         network: Network,
         mesh: Mesh,
+        *,
         num_slots: int,
         max_tokens: int,
         chunk_steps: int,
         layout: str,
         speculation: SpeculationConfig,
         keeps_routes: bool,
-        cache_tokens: int = 0,
+        cache_tokens: int,
     ):
         self.mesh, self.num_slots, self.max_tokens = mesh, num_slots, max_tokens
         # waits for programs compiled in the background
@@ -138,100 +126,9 @@ class EnginePrograms:
         """Number of pages written by an insert of `size` samples: prompts once, plus their ends."""
         return prefix.tokens.shape[0] // self.pages.page_tokens + size
 
-    def lower_prefill(
-        self, params: Params, num_prompts: int, prompt_tokens: int, vector_size: int = 0
-    ) -> jax.stages.Lowered:
-        """Lowers the largest prefill program for such prompts; `params` may be abstract.
-
-        With `vector_size`, the size of image embeddings, prompts have images.
-        """
-        shape = host_inputs.all_prefill_shapes(num_prompts, prompt_tokens, self.max_tokens)[-1]
-        rows = jax.tree.map(
-            self.abstract, host_inputs.empty_prompt_rows(*shape, self.num_routes, vector_size)
-        )
-        return self.prefill.lower(params, rows)
-
-    def lower_generate(self, params: Params, window: int = 0) -> jax.stages.Lowered:
-        """Lowers the decode chunk of all slots; `window` 0 is the widest."""
-        with jax.set_mesh(self.mesh):
-            return self.generate.lower(
-                params,
-                self.abstract_state,
-                self.abstract(self.pages.table([], self.num_slots)),
-                self.abstract(np.int32(0)),
-                num_slots=self.num_slots,
-                window=window or self.max_tokens,
-                filtered=False,
-                num_top=0,
-            )
-
     def abstract(self, array: Any) -> jax.ShapeDtypeStruct:
         """Shape and replicated sharding of an array."""
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._replicated)
-
-    def warmup_programs(
-        self,
-        num_prompts: int,
-        prompt_tokens: int,
-        filters: Sequence[bool] = (False,),
-    ) -> list[Program]:
-        """Warm-up programs, the smallest first.
-
-        Afterwards nothing compiles while up to `num_prompts` prompts of up to `prompt_tokens` are
-        prefilled together, unless a request asks for top log-probs. `filters` are the values of
-        `SamplingParams.is_filtered`, each with its own programs.
-        """
-        shapes = {
-            shape
-            for count in range(1, num_prompts + 1)
-            for shape in host_inputs.all_prefill_shapes(count, prompt_tokens, self.max_tokens)
-        }
-        programs_by_order: dict[tuple[int, ...], Program] = {}  # by their order
-        for filtered in filters:
-            suffix = ", filtered" if filtered else ""
-            for rows, width in shapes:
-                programs_by_order[filtered, self.slot_counts[0], width, 0, rows] = Program(
-                    f"prefill of {rows} x {width} tokens{suffix}",
-                    functools.partial(self._warm_up_insert, rows, width, filtered),
-                )
-            for slots, window in itertools.product(self.slot_counts, self.windows):
-                programs_by_order[filtered, slots, window, 1, 0] = Program(
-                    f"decoding of {slots} slots x {window} tokens{suffix}",
-                    functools.partial(self._warm_up_generate, slots, window, filtered),
-                )
-        moving = [Program("moving samples", self._warm_up_move)] if programs_by_order else []
-        return moving + [programs_by_order[order] for order in sorted(programs_by_order)]
-
-    def _warm_up_move(self, params: Params, state: DecodeState) -> DecodeState:
-        nowhere = np.full(MOVES, self.num_slots, np.int32)
-        return self.release(self.move(state, nowhere, nowhere), np.zeros(self.num_slots, bool))
-
-    def _warm_up_insert(
-        self, rows: int, width: int, filtered: bool, params: Params, state: DecodeState
-    ) -> DecodeState:
-        prefix = self.prefill(params, host_inputs.empty_prompt_rows(rows, width, self.num_routes))
-        for size in dict.fromkeys(self.insert_sizes):
-            no_samples = host_inputs.insert_args([], size, self.num_slots)
-            no_writes = host_inputs.page_writes(
-                [], self.num_writes(prefix, size), self.pages.num_pages
-            )
-            state, _ = self.insert(
-                state, prefix, no_samples, no_writes, filtered=filtered, num_top=0
-            )
-        return state
-
-    def _warm_up_generate(
-        self,
-        num_slots: int,
-        window: int,
-        filtered: bool,
-        params: Params,
-        state: DecodeState,
-    ) -> DecodeState:
-        enough_free = np.int32(0)  # slots: reached before the first step
-        table = self.pages.table([], self.num_slots)
-        sizes = {"num_slots": num_slots, "window": window, "filtered": filtered, "num_top": 0}
-        return self.generate(params, state, table, enough_free, **sizes)[0]
 
 
 def slot_counts(num_slots: int) -> tuple[int, ...]:

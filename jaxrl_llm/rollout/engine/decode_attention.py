@@ -23,7 +23,11 @@ from jaxrl_llm.models.attention_modules import AttentionInputs
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout.engine import kv_cache, paged_attention_tpu
 from jaxrl_llm.rollout.engine.kv_cache import Cache, CacheSharding, ContiguousView, PagedView
-from jaxrl_llm.rollout.engine.paged_attention_tpu import AttentionWindow, OnlineSoftmax
+from jaxrl_llm.rollout.engine.paged_attention_tpu import (
+    AttentionWindow,
+    OnlineSoftmax,
+    PagedQueries,
+)
 
 AttentionKind = tuple[int, int]  # sliding window and chunk size of a layer; 0: none
 # How decode steps read the KV cache. "gather": sequences are copied out of their pages once per
@@ -189,27 +193,29 @@ def _over_pages(
     grouped = projected.q.reshape(slots, width, num_kv_heads, group, size).swapaxes(1, 2)
     rows = grouped.reshape(slots, num_kv_heads, -1, size)
     value_size = recent[1].shape[3] if len(recent) == 2 else projected.value_size
-    options: Any = {
-        "group": group,
-        "reach": AttentionWindow(*kind),
-        "scoring": projected.scoring._replace(sinks=None),
-        "value_size": value_size,
-    }
 
     def attend_pages(rows, pages, table, schedule, places, ends) -> OnlineSoftmax:
-        keys, values = pages if len(pages) == 2 else (*pages, None)
+        queries = PagedQueries(
+            rows=rows,
+            keys=pages[0],
+            values=pages[1] if len(pages) == 2 else None,
+            query_positions=places,
+            ends=ends,
+            group=group,
+            reach=AttentionWindow(*kind),
+            scoring=projected.scoring._replace(sinks=None),
+            value_size=value_size,
+        )
         if schedule is not None:
-            return paged_attention_tpu.tpu_partial_attention(
-                rows, keys, values, schedule, places, ends, **options
-            )
-        shard_table = kv_cache.local_page_ids(table, keys.shape[0], split)
+            return paged_attention_tpu.tpu_partial_attention(queries, schedule)
+        shard_table = kv_cache.local_page_ids(table, pages[0].shape[0], split)
         page_attention = paged_attention_tpu.loop_partial_attention
         if cache_view.reader == "gpu":
             from jaxrl_llm.rollout.engine import paged_attention_gpu
 
             if paged_attention_gpu.kernel_supports(pages, value_size):
                 page_attention = paged_attention_gpu.gpu_partial_attention
-        return page_attention(rows, keys, values, shard_table, places, ends, **options)
+        return page_attention(queries, shard_table)
 
     by_slot, array_spec = PartitionSpec(split.slot_axes), split.array_spec
     in_specs = array_spec, array_spec, by_slot, by_slot, by_slot, by_slot

@@ -15,7 +15,7 @@ from jaxrl_llm.config.rollout_data import NO_SPECULATION
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.packing.packed_batch import bucket
 from jaxrl_llm.rollout.engine import aot_programs, device_programs, host_inputs
-from jaxrl_llm.rollout.engine.compiled_programs import MOVES, EnginePrograms, Program
+from jaxrl_llm.rollout.engine.compiled_programs import MOVES, EnginePrograms
 from jaxrl_llm.rollout.engine.page_allocator import PageAllocator
 from jaxrl_llm.rollout.engine.prefill import Prefix
 from jaxrl_llm.rollout.engine.prefill_batcher import PrefillBatcher
@@ -84,13 +84,13 @@ class Engine:
         self.programs = EnginePrograms(
             network,
             mesh,
-            num_slots,
-            max_tokens,
-            chunk_steps,
-            layout,
-            speculation,
-            keeps_routes,
-            cache_tokens,
+            num_slots=num_slots,
+            max_tokens=max_tokens,
+            chunk_steps=chunk_steps,
+            layout=layout,
+            speculation=speculation,
+            keeps_routes=keeps_routes,
+            cache_tokens=cache_tokens,
         )
         self.limits = RequestLimits.for_network(
             network, max_tokens, decode, self.programs.num_routes
@@ -132,10 +132,12 @@ class Engine:
         names = ("empty", "prefill", "insert", "extend", "generate", "release", "move")
         return sum(getattr(self.programs, name)._cache_size() for name in names)
 
-    def compile(self, params: Params, program: Program) -> None:
-        """Compiles one of `device_programs.programs`; allowed between any two calls of `step`."""
+    def compile(self, params: Params, program: aot_programs.Program) -> None:
+        """Compiles one of `warmup_programs`; allowed between any two calls of `step`."""
         with jax.set_mesh(self.mesh):
-            self._state = program.call(params, self._state or self.programs.empty())
+            state = self._state or self.programs.empty()
+            calls = aot_programs.IdleCalls(self.programs, aot_programs.call)
+            self._state = program.idle_call(calls, params, state)[0]
 
     def programs_to_compile(
         self, params: Params, filters: Sequence[bool], continues: bool = False
@@ -154,11 +156,11 @@ class Engine:
     def lowered_programs(
         self, params: Params, num_prompts: int, prompt_tokens: int, vector_size: int = 0
     ) -> dict[str, Callable[[], jax.stages.Lowered]]:
-        """Lowers "prefill" and "decode" at their largest sizes, by name; see `EnginePrograms`."""
+        """Lowers "prefill" and "decode" at their largest sizes, by name; see `aot_programs`."""
         prompts = num_prompts, prompt_tokens, vector_size
         return {
-            "prefill": lambda: self.programs.lower_prefill(params, *prompts),
-            "decode": lambda: self.programs.lower_generate(params),
+            "prefill": lambda: aot_programs.lower_prefill(self.programs, params, *prompts),
+            "decode": lambda: aot_programs.lower_generate(self.programs, params),
         }
 
     def submit(self, request: Request) -> int:

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxrl_llm.models.attention import AttentionScoring
 from jaxrl_llm.rollout.engine.paged_attention_tpu import (
     AttentionWindow,
     OnlineSoftmax,
+    PagedQueries,
     empty_softmax,
     merge_softmax,
     page_softmax,
@@ -104,26 +105,15 @@ def _kernel(
 
 
 def gpu_partial_attention(
-    rows: Float[Array, "S K rows H"],
-    keys: Float[Array, "pages K H page"],
-    values: Float[Array, "pages K value page"] | None,
-    table: Int[Array, "S pages_of_slot"],
-    query_positions: Int[Array, " S"],
-    ends: Int[Array, " S"],
-    *,
-    group: int,
-    reach: AttentionWindow,
-    scoring: AttentionScoring,
-    value_size: int,
-    interpret: bool = False,
+    queries: PagedQueries, table: Int[Array, "S pages_of_slot"], *, interpret: bool = False
 ) -> OnlineSoftmax:
-    """Softmax state of queries over their pages, as from `paged_attention.tpu_partial_attention`.
+    """Softmax state of queries over their pages, as from `tpu_partial_attention`.
 
     With few slots and heads, several programs split the pages of a slot (as in FlashDecoding), and
     their states are merged.
     """
-    num_slots, heads, num_rows, size = rows.shape
-    pools = [keys] if values is None else [keys, values]
+    num_slots, heads, num_rows, size = queries.rows.shape
+    pools, value_size = queries.pools, queries.value_size
     block_rows = min(pl.next_power_of_2(num_rows), _MAX_OUTPUTS // pl.next_power_of_2(value_size))
     block_rows = max(_MIN_DIM, block_rows)  # rows per program
     blocks = pl.cdiv(num_rows, block_rows)
@@ -134,9 +124,9 @@ def gpu_partial_attention(
     splits = max(1, min(splits, slot_bytes // (_MERGE_RATIO * sums_bytes)))
     # Values that are the first dims of keys need slices of their own.
     value_parts = _parts(value_size)
-    key_parts = (
-        value_parts + _parts(size - value_size, value_size) if values is None else _parts(size)
-    )
+    key_parts = _parts(size)
+    if queries.values is None:
+        key_parts = value_parts + _parts(size - value_size, value_size)
 
     def slot_spec(*dims):
         return pl.BlockSpec((None, *dims), lambda b, k, s, i: (s, *(0 for _ in dims)))
@@ -145,9 +135,9 @@ def gpu_partial_attention(
     partials = pl.pallas_call(
         functools.partial(
             _kernel,
-            group=group,
-            reach=reach,
-            scoring=scoring,
+            group=queries.group,
+            reach=queries.reach,
+            scoring=queries.scoring,
             rows=num_rows,
             key_parts=key_parts,
             value_parts=value_parts,
@@ -171,7 +161,7 @@ def gpu_partial_attention(
         ],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
-    )(query_positions, ends, table, rows, *pools)
+    )(queries.query_positions, queries.ends, table, queries.rows, *pools)
     mixed, total, top = partials
     max_top = top.max(axis=0)
     rescale = jnp.exp(top - max_top)

@@ -6,6 +6,7 @@ the pages that any query sees, so it reads each sequence to its own length and n
 kernel is in `paged_attention_gpu`. The loop reads pages of all slots up to the longest sequence.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -48,6 +49,28 @@ class AttentionWindow(NamedTuple):
             if self.chunk
             else first_visible
         )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedQueries:
+    """The queries of a decode step and the pages that they attend to, of one layer."""
+
+    rows: Float[Array, "S K rows H"]  # the `group` heads that share a KV head are adjacent
+    keys: Float[Array, "pages K H page"]
+    # None: the first `value_size` dims of keys
+    values: Float[Array, "pages K value page"] | None
+    query_positions: Int[Array, " S"]  # of the slots' first queries
+    ends: Int[Array, " S"]  # one past each slot's last position in the pages
+    group: int = dataclasses.field(metadata={"static": True})
+    reach: AttentionWindow = dataclasses.field(metadata={"static": True})
+    scoring: AttentionScoring = dataclasses.field(metadata={"static": True})
+    value_size: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def pools(self) -> list[Array]:
+        """The arrays of pages."""
+        return [self.keys] if self.values is None else [self.keys, self.values]
 
 
 class PageSchedule(NamedTuple):
@@ -147,31 +170,15 @@ def _kernel(
 
 
 def tpu_partial_attention(
-    rows: Float[Array, "S K rows H"],
-    keys: Float[Array, "pages K H page"],
-    values: Float[Array, "pages K value page"] | None,
-    schedule: PageSchedule,
-    query_positions: Int[Array, " S"],
-    ends: Int[Array, " S"],
-    *,
-    group: int,
-    reach: AttentionWindow,
-    scoring: AttentionScoring,
-    value_size: int,
-    interpret: bool = False,
+    queries: PagedQueries, schedule: PageSchedule, *, interpret: bool = False
 ) -> OnlineSoftmax:
     """Softmax state of queries over their pages, by a Pallas kernel for TPUs.
 
-    Args:
-      rows: Queries; the `group` heads that share a KV head are adjacent.
-      values: None: they are the first `value_size` dims of keys.
-      schedule: From `page_schedule`, for the same slots and pages.
-      query_positions: Positions of the slots' first queries.
-      ends: One past each slot's last position in the pages.
+    `schedule` is from `page_schedule`, for the same slots and pages.
     """
-    num_slots, heads, num_rows, size = rows.shape
-    page, pages_per_step = keys.shape[3], schedule.page_ids.shape[1]
-    lanes = 128
+    num_slots, heads, num_rows, size = queries.rows.shape
+    page, pages_per_step = queries.keys.shape[3], schedule.page_ids.shape[1]
+    pools, value_size, lanes = queries.pools, queries.value_size, 128
 
     def slot_spec(*dims):
         return pl.BlockSpec((1, *dims), lambda step, slots, *_: (slots[step], 0, 0, 0))
@@ -180,14 +187,13 @@ def tpu_partial_attention(
         dims = (1, *array.shape[1:])
         return pl.BlockSpec(dims, lambda step, slots, numbers, pages, *_: (pages[step, i], 0, 0, 0))
 
-    pools = [keys] if values is None else [keys, values]
     output_dims = [(heads, num_rows, width) for width in (value_size, lanes, lanes)]
     kernel = functools.partial(
         _kernel,
         pages_per_step=pages_per_step,
-        group=group,
-        reach=reach,
-        scoring=scoring,
+        group=queries.group,
+        reach=queries.reach,
+        scoring=queries.scoring,
         value_size=value_size,
     )
     bytes_read = schedule.page_ids.size * sum(a[0].size * a.dtype.itemsize for a in pools)
@@ -212,9 +218,9 @@ def tpu_partial_attention(
         interpret=interpret,
     )(
         *schedule[1:],
-        query_positions,
-        ends,
-        rows,
+        queries.query_positions,
+        queries.ends,
+        queries.rows,
         *(pool for pool in pools for _ in range(pages_per_step)),
     )
     mixed, total, top = outputs
@@ -228,36 +234,28 @@ def tpu_partial_attention(
 
 
 def loop_partial_attention(
-    rows: Float[Array, "S K rows H"],
-    keys: Float[Array, "pages K H page"],
-    values: Float[Array, "pages K value page"] | None,
-    table: Int[Array, "S pages_of_slot"],
-    query_positions: Int[Array, " S"],
-    ends: Int[Array, " S"],
-    *,
-    group: int,
-    reach: AttentionWindow,
-    scoring: AttentionScoring,
-    value_size: int,
+    queries: PagedQueries, table: Int[Array, "S pages_of_slot"]
 ) -> OnlineSoftmax:
     """Softmax state as from `tpu_partial_attention`, by a loop that reads one page of every slot at
     a time.
     """
-    page = keys.shape[3]
-    row_positions = query_positions[:, None, None] + (jnp.arange(rows.shape[2]) // group)[:, None]
-    first_visible = reach.first_visible(row_positions)  # [S, rows, 1]
-    heads_softmax = jax.vmap(functools.partial(page_softmax, scoring=scoring), (0, 0, 0, None))
+    rows, ends, page = queries.rows, queries.ends, queries.keys.shape[3]
+    row_offsets = (jnp.arange(rows.shape[2]) // queries.group)[:, None]
+    row_positions = queries.query_positions[:, None, None] + row_offsets
+    first_visible = queries.reach.first_visible(row_positions)  # [S, rows, 1]
+    softmax = functools.partial(page_softmax, scoring=queries.scoring)
+    heads_softmax = jax.vmap(softmax, (0, 0, 0, None))
 
     def add_page(page_index, sums):
         page_ids = jnp.take(table, page_index, axis=1)
-        k = keys[page_ids].astype(rows.dtype)
-        v = k[:, :, :value_size] if values is None else values[page_ids].astype(rows.dtype)
+        k, *v = (pool[page_ids].astype(rows.dtype) for pool in queries.pools)
+        v = v or [k[:, :, : queries.value_size]]
         key_positions = page_index * page + jnp.arange(page)
         visible = (key_positions >= first_visible) & (key_positions < ends[:, None, None])
-        return merge_softmax(sums, jax.vmap(heads_softmax)([rows], [k], [v], visible))
+        return merge_softmax(sums, jax.vmap(heads_softmax)([rows], [k], v, visible))
 
     first_page = jnp.min(jnp.where(ends > 0, first_visible[:, 0, 0], jnp.max(ends))) // page
-    sums = empty_softmax(*rows.shape[:3], sizes=[value_size])
+    sums = empty_softmax(*rows.shape[:3], sizes=[queries.value_size])
     final = lax.fori_loop(first_page, -(-jnp.max(ends) // page), add_page, sums)
     return final._replace(weighted_values=final.weighted_values[0])
 

@@ -259,7 +259,7 @@ class RequestLimits:
             return
         count, size = sights.features.shape
         if not self.vector_size:
-            yield "it has images; this model reads text alone, take one of a family with a tower"
+            yield "it has images; this model is text-only; use a vision-language model"
         elif size != self.vector_size:
             yield f"vectors of {size} numbers for images; this model's have {self.vector_size}"
         elif (
@@ -302,7 +302,7 @@ class RequestLimits:
             if not string:
                 yield "a stop string is empty; leave it out"
             if not is_text(string):
-                yield f"stop string {string!r:.100} holds half of a surrogate pair; leave it out"
+                yield f"stop string {string!r:.100} contains a lone surrogate; remove it"
 
 
 def num_tokens_to_stop(

@@ -113,8 +113,8 @@ def test_the_template_sees_tools_and_variables(config, suffix, as_text):
         (False, PAIRS[0], "['chosen', 'prompt', 'rejected']; these rows are for job='dpo'"),
         (False, {"prompt": "x"}, "prompts without answers are for job='rl'"),
         (False, {"conversations": []}, "write them as messages of role and content"),
-        (False, {"messages": QUESTION}, "no token of the assistant"),
-        (False, {"messages": "x"}, "no token of the assistant"),
+        (False, {"messages": QUESTION}, "no assistant tokens"),
+        (False, {"messages": "x"}, "no assistant tokens"),
         (False, {"messages": [{"role": "user"}]}, "content of message 1 must be a text"),
         (False, {"prompt": ASK, "completion": ""}, "completion is empty"),
         (False, {**EXAMPLES[0], "tools": "{"}, "tools must be a list of JSON schemas, or one wr"),
@@ -154,7 +154,7 @@ def test_rows_are_cut_at_the_chosen_side():
         truncate_example(ROW, 5, "error", "row 7")
 
 
-def test_of_a_pair_the_longer_one_is_cut_first():
+def test_truncation_cuts_the_longer_of_a_pair_first():
     short = Example(ROW.tokens[:3], ROW.mask[:3])
     found = truncate_pair(PreferencePair(ROW, short), 7, "right", "")
     assert [len(each.tokens) for each in found] == [4, 3]

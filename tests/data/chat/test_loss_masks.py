@@ -96,7 +96,7 @@ def test_answers_that_are_not_to_be_trained_bear_no_loss(tokenizer, template, un
     assert answers(tokenizer, found) == wanted
     assert found.tokens == dialogue_example(tokenizer, Dialogue(TALK, 0, {}, "row 1"), True).tokens
     talk[1]["train"] = talk[3]["train"] = False
-    with pytest.raises(DataError, match="row 1: no token of the assistant, so nothing to learn"):
+    with pytest.raises(DataError, match="row 1: no assistant tokens, so nothing to learn"):
         dialogue_example(tokenizer, Dialogue(talk, 0, {}, "row 1"), True)
 
 
@@ -112,7 +112,7 @@ def test_prompt_and_answer_of_plain_text_are_one_text(tokenizer):
 @pytest.mark.parametrize(
     ("template", "messages", "text", "chat_template", "message"),
     [
-        (None, TALK[:1], None, True, "row 7: no token of the assistant, so nothing to learn"),
+        (None, TALK[:1], None, True, "row 7: no assistant tokens, so nothing to learn"),
         (None, TALK[1:], None, True, "row 7: .* begins with the assistant; set model.chat_templ"),
         (None, TALK, None, False, "row 7: lists of messages need a chat template"),
         (None, TALK[:2], ("1", " "), False, "row 7: the answer is empty"),
@@ -121,7 +121,7 @@ def test_prompt_and_answer_of_plain_text_are_one_text(tokenizer):
         ("", TALK, None, True, "row 7: the tokenizer has no chat template"),
     ],
 )
-def test_what_cannot_be_masked_is_named(
+def test_unmaskable_dialogues_are_named(
     tokenizer, template, messages, text, chat_template, message
 ):
     tokenizer.chat_template = tokenizer.chat_template if template is None else template

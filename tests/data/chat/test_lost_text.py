@@ -155,7 +155,7 @@ def test_a_template_that_refuses_a_prompt_names_its_row(tmp_path):
 
 
 @pytest.mark.skipif(not TEMPLATES, reason="needs the folder of chat templates")
-def test_the_reported_rows(tmp_path):
+def test_reported_rows_keep_their_text(tmp_path):
     question, long = "What is 2+2?", {"max_prompt_tokens": 999}
     parts = [{"role": "user", "content": [{"type": "text", "text": question}]}]
     text = [{"role": "user", "content": question}]

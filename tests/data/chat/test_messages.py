@@ -74,7 +74,7 @@ def test_nulls_of_keys_are_left_out_and_those_of_values_stay():
 
 
 @pytest.mark.parametrize("given", [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": True}])
-def test_what_is_not_to_be_trained(given):
+def test_messages_excluded_from_training_have_no_loss(given):
     (untrained, trained, asked) = checked_messages(
         [{**ANSWER, **given}, {**ANSWER, "weight": 1, "train": True}, {**ASK, **given}], "row"
     )
@@ -94,8 +94,8 @@ def test_what_is_not_to_be_trained(given):
         ),
         ({"tool_calls": [call("[1]")]}, "a JSON object is needed, got list"),
         ({"tool_calls": [call(3)]}, "a JSON object is needed, got int"),
-        ({"tool_calls": [call('{"a": "\\ud83d"}')]}, "half of a surrogate pair"),
-        ({"tool_calls": [call({"a": ["\ud83d"]})]}, "half of a surrogate pair"),
+        ({"tool_calls": [call('{"a": "\\ud83d"}')]}, "lone surrogate"),
+        ({"tool_calls": [call({"a": ["\ud83d"]})]}, "lone surrogate"),
         ({"tool_calls": [call('{"a": ' + "[" * 900 + "]" * 900 + "}")]}, "nested deeper than 64"),
         ({"tool_calls": [call('{"a": ' + "[" * 99999 + "]" * 99999 + "}")]}, "nested deeper"),
         (
@@ -111,7 +111,7 @@ def test_what_is_not_to_be_trained(given):
         ({"content": [{"type": "text"}]}, "a part of type 'text' needs a text"),
     ],
 )
-def test_what_is_refused(change, message):
+def test_malformed_messages_are_refused(change, message):
     with pytest.raises(DataError, match=rf"^f\.jsonl, row 2: prompt.*{message}") as error:
         checked_messages([{**ANSWER, **change}], "f.jsonl, row 2: prompt")
     assert len(str(error.value)) < 400

@@ -58,7 +58,7 @@ def test_parts_that_are_texts(template, shown):
     assert prompt_text(tokenizer, [{"role": "user", "content": PARTS}], False) == whole
 
 
-def test_images_stay_parts():
+def test_images_stay_content_parts():
     parts = [*PARTS, {"type": "image"}]
     message = {"role": "user", "content": parts}
     assert fitted_messages(character_tokenizer(images=True), [message], {}) == [message]

@@ -148,7 +148,7 @@ def test_contexts_are_those_of_sampling_under_every_template(name, seeds):
 
 
 @needs_templates
-def test_what_ends_a_turn_of_glm_bears_loss():
+def test_end_of_a_glm_turn_bears_loss():
     """The next role's mark, and the end token at the end; nothing after it does."""
     tokenizer = tokenizer_of("glm4moe")
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -182,7 +182,9 @@ def test_turns_without_end_and_mark_end_in_sequences_of_their_own():
     tokenizer.chat_template = PLAIN
     found = sequences(tokenizer, TALK)
     assert [answers(tokenizer, e) for e, *_ in found.sequences] == [["2\n<eos>"]] * 2
-    with pytest.raises(DataError, match="row 1: the chat template writes nothing that ends messa"):
+    with pytest.raises(
+        DataError, match="row 1: the chat template writes nothing at the end of messa"
+    ):
         sequences(tokenizer, TALK, rewritten_turns="whole")
 
 

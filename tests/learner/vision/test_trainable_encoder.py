@@ -41,10 +41,9 @@ def loss_of(config, models, rollouts, base=None):
 
     def loss(params, microbatch):
         whole, tokens = lora.combine_params(base or {}, params), jnp.asarray(rollouts.tokens)
-        found, _ = predict.token_statistics(
-            models.policy, whole, tokens, microbatch,
-            temperature=1.0, chunk=config.model.vocab_chunk, entropy="none",
-        )  # fmt: skip
+        outputs = predict.ForwardSpec(models.policy, tokens).run(whole, microbatch)
+        settings = {"temperature": 1.0, "chunk": config.model.vocab_chunk}
+        found = outputs.token_statistics(entropy="none", **settings)
         width = rollouts.tokens.shape[1]
         unpacked = microbatch.to_sequences(found.log_probs, jnp.asarray(rollouts.lengths), width)
         own = microbatch.take(jnp.asarray(rollouts.response_mask))

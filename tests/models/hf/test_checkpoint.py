@@ -172,7 +172,7 @@ def test_parameters_that_rest_in_host_memory(tmp_path):
     assert tensors_of(tmp_path / "b") == tensors_of(tmp_path / "a")
 
 
-def test_a_shard_is_read_once_and_alone(tmp_path, monkeypatch):
+def test_shard_is_read_once_without_its_neighbors(tmp_path, monkeypatch):
     hf_checkpoints.make(tmp_path, "qwen2")
     network = Network(checkpoint.read_architecture(tmp_path))
     blocks = []

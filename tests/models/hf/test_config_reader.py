@@ -81,7 +81,7 @@ def test_families_differ_as_they_should():
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=lambda c: c["model_type"])
 @pytest.mark.parametrize("head", ["lm", "scalar"])
-def test_there_and_back(config, head):
+def test_config_written_and_read_is_the_same(config, head):
     shape = config_reader.architecture_from_config(config)
     written = json.loads(json.dumps(config_writer.to_hf_config(shape, head, "bfloat16")))
     assert config_reader.architecture_from_config(written) == shape
@@ -137,7 +137,7 @@ def test_other_keys_of_the_source_are_kept_and_stale_ones_replaced():
         ),
     ],
 )
-def test_what_is_refused(changes, message):
+def test_unsupported_configs_are_refused(changes, message):
     with pytest.raises(CheckpointFormatError, match=message):
         config_reader.architecture_from_config({**LLAMA, **changes}, "here")
 
@@ -149,13 +149,13 @@ def test_unwritable_shapes_are_refused():
         config_writer.to_hf_config(dataclasses.replace(LLAMA_SHAPE, qkv_bias=True))
 
 
-def test_a_folder_of_something_else_is_told(tmp_path):
+def test_other_kinds_of_folders_are_named(tmp_path):
     with pytest.raises(CheckpointFormatError, match="or a name of the hub: org/name"):
         config_reader.read_config("Qwen3-8B")
     with pytest.raises(HubError, match=r"HF_HUB_OFFLINE is set; .*no such local folder"):
         config_reader.read_config("Qwen/Qwen3-8B")
     (tmp_path / "config.json").write_text('{"trainer": {"num_steps": 1}}')
-    with pytest.raises(CheckpointFormatError, match=r"the folder of a run, .* give it as"):
+    with pytest.raises(CheckpointFormatError, match=r"a run folder, .* give it as"):
         config_reader.read_config(tmp_path)
 
 

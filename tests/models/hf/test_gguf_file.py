@@ -73,7 +73,7 @@ def test_llama3_scaling_is_found_by_its_factors(tmp_path):
         ({"general.type": "adapter"}, "holds 'adapter', not a model"),
         ({"split.count": 3}, "one of 3 parts of a model; .* --merge"),
         ({"llama.block_count": 2}, "llama has no blk.2"),
-        ({"llama.block_count": 4}, "blk.3.* is missing; take another copy"),
+        ({"llama.block_count": 4}, "blk.3.* is missing; copy it again"),
         ({"llama.feed_forward_length": 64}, r"blk.0.ffn_\w+.weight is \[.*48.*\], expected \[.*64"),
         ({"llama.context_length": None}, "llama.context_length is None; expected one number"),
         ({"llama.attention.head_count": [4, 2]}, r"head_count is \[4, 2\]; expected one number"),
@@ -82,7 +82,7 @@ def test_llama3_scaling_is_found_by_its_factors(tmp_path):
         ({"llama.expert_count": 8}, "llama.expert_count is 8; it is not implemented"),
     ],
 )
-def test_what_would_be_computed_otherwise_is_refused(tmp_path, changes, message):
+def test_gguf_features_that_are_not_supported_are_refused(tmp_path, changes, message):
     path = gguf_files.make(tmp_path / "model.gguf", "llama", **changes)
     with pytest.raises(CheckpointFormatError, match=f"^{path}: .*?{message}"):
         read(gguf_file.open_file(path))

@@ -30,6 +30,6 @@ def test_marks_of_images_of_a_config():
     assert vocabulary.multimodal_token_ids(config, vocab_size=50) == (3, 4, 5)
 
 
-def test_which_tokens_lie_inside():
+def test_membership_of_token_ranges():
     inside = vocabulary.is_inside(jnp.arange(6), ((1, 3), (5, 6)))
     np.testing.assert_array_equal(inside, [False, True, True, False, False, True])

@@ -200,11 +200,11 @@ def test_weights_gathered_in_pieces_are_the_whole(sizes, monkeypatch):
 def test_few_rows_are_read_by_all_devices_of_the_expert_axis(even):
     params, (tokens, positions, segments), _ = even
     few = tokens[:2], positions[:2], segments[:2]
-    wanted = jax.jit(NETWORK.hidden_states)(params, *few)
+    wanted = jax.jit(tiny.hidden_states(NETWORK))(params, *few)
     for sizes in ({"expert": 8}, {"fsdp": 2, "expert": 2, "tensor": 2}):
         with jax.set_mesh(tiny.make_mesh(**sizes)):
             np.testing.assert_allclose(
-                jax.jit(NETWORK.hidden_states)(params, *few), wanted, atol=2e-5
+                jax.jit(tiny.hidden_states(NETWORK))(params, *few), wanted, atol=2e-5
             )
 
 
@@ -257,12 +257,16 @@ def test_adapters_of_experts_are_the_merged_weights():
     params = tiny.params(plain)
     adapters = jax.tree.map(lambda a: a + 0.1, jax.jit(network.init_adapters)(jax.random.key(1)))
     both = lora.combine_params(params, adapters)
-    found = jax.jit(network.hidden_states)(both, *rows())
+    found = jax.jit(tiny.hidden_states(network))(both, *rows())
     merged = jax.jit(functools.partial(lora.merge_adapters, scale=network.lora.scale))(both)
-    np.testing.assert_allclose(found, jax.jit(plain.hidden_states)(merged, *rows()), atol=2e-4)
+    np.testing.assert_allclose(
+        found, jax.jit(tiny.hidden_states(plain))(merged, *rows()), atol=2e-4
+    )
     mesh = tiny.make_mesh(expert=4, tensor=2)
     with jax.set_mesh(mesh):
-        np.testing.assert_allclose(jax.jit(network.hidden_states)(both, *rows()), found, atol=2e-4)
+        np.testing.assert_allclose(
+            jax.jit(tiny.hidden_states(network))(both, *rows()), found, atol=2e-4
+        )
 
 
 def check_layers(network):
@@ -289,7 +293,7 @@ def check_layers(network):
         name, index = places[number]
         layer = jax.tree.map(lambda a, index=index: a[index], params["layers"][name])
         x = block(layer, x, kind)
-    found = jax.jit(network.hidden_states)(params, *given)
+    found = jax.jit(tiny.hidden_states(network))(params, *given)
     real = segments != 0
     np.testing.assert_allclose(jax.jit(network.norm)(params, x)[real], found[real], atol=2e-5)
 
@@ -334,7 +338,7 @@ def test_latent_attention_is_the_same_in_its_short_space():
     params, (tokens, positions, segments) = tiny.params(network), rows(2)
     segments = np.ones_like(segments)
     positions = np.broadcast_to(np.arange(24, dtype=np.int32), (2, 24))
-    wanted = jax.jit(network.hidden_states)(params, tokens, positions, segments)
+    wanted = jax.jit(tiny.hidden_states(network))(params, tokens, positions, segments)
     seen = jnp.broadcast_to(np.tri(24, dtype=bool), (2, 1, 24, 24))
 
     def attend(a):

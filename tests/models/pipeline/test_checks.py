@@ -85,7 +85,7 @@ def test_the_search_chooses_stages_for_slices_that_cannot_hold_the_model():
     assert best("v5p:4x4x4") == {"fsdp": 8}
 
 
-def test_what_stages_cannot_do_is_refused():
+def test_settings_without_pipeline_support_are_refused():
     def make(shape=LARGE, **changes):
         values = {**VALUES, **changes}
         return memory_plan.make_plan(from_config_dict(values), shape, (), DEVICES["v5p"], 64)
@@ -95,7 +95,9 @@ def test_what_stages_cannot_do_is_refused():
     few = {**VALUES["trainer"], "prompts_per_step": 8, "minibatch_size": 32}
     with pytest.raises(ConfigError, match=r"minibatch_size=32 makes 2 .* use mesh\.stage=2"):
         make(mesh={"stage": 4, "fsdp": 8, "data": 2}, trainer=few)
-    with pytest.raises(ConfigError, match=r"mesh\.stage: 2, but a tower that learns is not split"):
+    with pytest.raises(
+        ConfigError, match=r"mesh\.stage: 2, but a trained vision encoder is not split"
+    ):
         make(mesh={"stage": 2}, trainer={**VALUES["trainer"], "tower_learning_rate": 1e-3})
     with pytest.raises(ConfigError, match="the critic has 1 stages, the policy's has 2"):
         pools = {"a": {"devices": 32, "stage": 2}, "b": {"devices": 32, "stage": 1}}

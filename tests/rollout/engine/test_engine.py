@@ -22,7 +22,7 @@ from engine_work import (
 
 from jaxrl_llm.config import MeshConfig, SpeculationConfig
 from jaxrl_llm.models.cpu_kernels import kernels, matmuls
-from jaxrl_llm.rollout.engine import host_inputs, kv_cache, prefill
+from jaxrl_llm.rollout.engine import aot_programs, host_inputs, kv_cache, prefill
 from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -212,7 +212,7 @@ def test_prompts_are_read_in_several_batches(one_window, monkeypatch):
     assert read == [wanted.tokens for wanted in workload()]
 
 
-def test_filters_of_a_neighbour_leave_a_sample_alone(one_window):
+def test_filters_of_a_neighbor_do_not_affect_a_sample(one_window):
     engine, params = engine_of(), rollout_params()
     plain = [r for r in workload() if not any(p.is_filtered for p in r.params)]
     want = [
@@ -345,7 +345,7 @@ def test_stop_strings_end_samples_in_the_middle_of_a_chunk(one_window):
         engine_of().submit(wanted)
 
 
-def test_what_the_text_of_one_sample_raises_ends_it_alone(one_window):
+def test_text_error_of_one_sample_ends_only_that_one(one_window):
     whole = expected()[0]
 
     def decode(tokens):
@@ -509,7 +509,8 @@ def test_programs_compiled_between_turns_change_no_sample(one_window):
     engine = Engine(tiny.NETWORK, ONE, num_slots=8, max_tokens=LIMIT, chunk_steps=4)
     params = rollout_params()
     names = [
-        program.name for program in engine.programs.warmup_programs(8, 40, filters=(False, True))
+        program.name
+        for program in aot_programs.warmup_programs(engine.programs, 8, 40, filters=(False, True))
     ]
     assert len(set(names)) == len(names) >= 7
     halved = Engine(tiny.NETWORK, ONE, num_slots=48, max_tokens=LIMIT)
@@ -520,7 +521,9 @@ def test_programs_compiled_between_turns_change_no_sample(one_window):
     while engine.num_waiting or engine.num_active:
         for p in engine.step(params):
             found.setdefault((p.request, p.sample), []).extend(p.tokens)
-        for program in engine.programs.warmup_programs(num_prompts=1, prompt_tokens=40):
+        for program in aot_programs.warmup_programs(
+            engine.programs, num_prompts=1, prompt_tokens=40
+        ):
             engine.compile(params, program)
     for number, completions in zip(numbers, expected(), strict=True):
         assert [found[number, i] for i in range(len(completions))] == [
@@ -564,7 +567,7 @@ def test_twenty_steps_compile_nothing_after_the_warm_up(draft_tokens):
         chunk_steps=4,
         speculation=SpeculationConfig(draft_tokens=draft_tokens),
     )
-    for program in engine.programs.warmup_programs(num_prompts=6, prompt_tokens=100):
+    for program in aot_programs.warmup_programs(engine.programs, num_prompts=6, prompt_tokens=100):
         engine.compile(rollout, program)
     count = engine.num_compilations()
     random, finished, best = np.random.default_rng(4), 0, 0.0
@@ -635,7 +638,7 @@ def test_a_tpu_reads_pages_in_place(topology, draft_tokens, tpu_devices):
     guesses = SpeculationConfig(draft_tokens=draft_tokens)
     engine = Engine(network, mesh, num_slots=64, max_tokens=8192, speculation=guesses)
     mover = tiny.resharder(mesh, network, dtype="bfloat16")
-    compiled = engine.programs.lower_generate(mover.abstract()).compile()
+    compiled = aot_programs.lower_generate(engine.programs, mover.abstract()).compile()
     assert "tpu_custom_call" in compiled.as_text()
     memory = compiled.memory_analysis()
     cache = kv_cache.cache_bytes(network, mesh, 64 * 8192, 64)
@@ -659,7 +662,9 @@ def test_a_tpu_holds_no_weights_twice(tpu_devices):
     ).for_decoding(mesh)
     engine = Engine(network, mesh, num_slots=64, max_tokens=256)
     mover = tiny.resharder(mesh, network, dtype="bfloat16")
-    memory = engine.programs.lower_generate(mover.abstract()).compile().memory_analysis()
+    memory = (
+        aot_programs.lower_generate(engine.programs, mover.abstract()).compile().memory_analysis()
+    )
     of_layer = 4096 * (32 + 2 * 8) * 128 * 2  # bytes of its queries, keys and values
     assert memory.temp_size_in_bytes < of_layer
 

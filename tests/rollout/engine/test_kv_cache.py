@@ -82,7 +82,7 @@ def test_prompts_go_into_pages(split, turned):
 @TURNED
 @pytest.mark.parametrize("by_slot", [True, False])
 @pytest.mark.parametrize("window", [12, 7, 4])
-def test_what_is_gathered_is_in_order_of_positions(split, by_slot, window, turned):
+def test_gathered_entries_are_in_order_of_positions(split, by_slot, window, turned):
     cache, table = filled(turned), TABLE if by_slot else TABLE[[1, 0, 1]]
     gather = jax.jit(kv_cache.gather_pages, static_argnames=("split", "window", "by_slot"))
     found = gather(cache, split=split, table=table, window=window, by_slot=by_slot)

@@ -17,7 +17,7 @@ from jaxrl_llm.models.attention import AttentionScoring
 from jaxrl_llm.planning import compile_only_devices
 from jaxrl_llm.rollout.engine import decode_attention, paged_attention_gpu, paged_attention_tpu
 from jaxrl_llm.rollout.engine.engine import Engine
-from jaxrl_llm.rollout.engine.paged_attention_tpu import AttentionWindow
+from jaxrl_llm.rollout.engine.paged_attention_tpu import AttentionWindow, PagedQueries
 
 PAGE, HEADS, GROUP, SIZE = 8, 2, 3, 16
 ENDS = np.array([37, 0, 8, 13], np.int32)  # of four slots; one is free
@@ -72,16 +72,14 @@ def test_the_kernels_and_the_loop_are_the_plain_form(name):
     todo = paged_attention_tpu.page_schedule(
         table, reach.first_visible(places), places, PAGE, step_pages
     )
-    kernel = functools.partial(paged_attention_tpu.tpu_partial_attention, **how, interpret=True)
-    given = rows, keys, values
-    wanted = plain(*given, np.asarray(table), ENDS, ENDS, reach, scoring, value_size)
-    gpu_kernel = functools.partial(paged_attention_gpu.gpu_partial_attention, **how, interpret=True)
+    kernel = functools.partial(paged_attention_tpu.tpu_partial_attention, interpret=True)
+    queries = PagedQueries(rows, keys, values, places, places, **how)
+    wanted = plain(rows, keys, values, np.asarray(table), ENDS, ENDS, reach, scoring, value_size)
+    gpu_kernel = functools.partial(paged_attention_gpu.gpu_partial_attention, interpret=True)
     for found in (
-        jax.jit(kernel)(*given, todo, places, places),
-        jax.jit(gpu_kernel)(*given, table, places, places),
-        jax.jit(functools.partial(paged_attention_tpu.loop_partial_attention, **how))(
-            *given, table, places, places
-        ),
+        jax.jit(kernel)(queries, todo),
+        jax.jit(gpu_kernel)(queries, table),
+        jax.jit(paged_attention_tpu.loop_partial_attention)(queries, table),
     ):
         seen = np.asarray(found.weight_sum > 0)
         got = np.where(seen, found.weighted_values / np.where(seen, found.weight_sum, 1.0), 0.0)
@@ -152,8 +150,8 @@ def test_the_kernel_fetches_the_live_pages_and_hardly_more(window, monkeypatch):
     monkeypatch.setattr(paged_attention_tpu.pl, "pallas_call", watched)
     how = {"group": GROUP, "reach": reach, "scoring": AttentionScoring(), "value_size": SIZE}
     todo = paged_attention_tpu.page_schedule(table, jnp.asarray(first), places, page, step_pages)
-    given = rows, keys, values, todo, places, places
-    found = paged_attention_tpu.tpu_partial_attention(*given, **how, interpret=True)
+    queries = PagedQueries(rows, keys, values, places, places, **how)
+    found = paged_attention_tpu.tpu_partial_attention(queries, todo, interpret=True)
     wanted = plain(
         rows, keys, values, np.asarray(table), lengths, lengths, reach, AttentionScoring(), SIZE
     )
@@ -200,9 +198,9 @@ def test_programs_on_gpus_share_the_work_and_read_the_live_pages(
         random(seed, slots * most, HEADS, SIZE, PAGE).at[dead].set(np.nan) for seed in (0, 1)
     )
     rows = random(2, slots, HEADS, width * GROUP, SIZE)
-    given = rows, keys, values, jnp.asarray(table), jnp.asarray(ENDS), jnp.asarray(ENDS)
     how = {"group": GROUP, "reach": reach, "scoring": AttentionScoring(), "value_size": SIZE}
-    found = paged_attention_gpu.gpu_partial_attention(*given, **how, interpret=True)
+    queries = PagedQueries(rows, keys, values, jnp.asarray(ENDS), jnp.asarray(ENDS), **how)
+    found = paged_attention_gpu.gpu_partial_attention(queries, jnp.asarray(table), interpret=True)
     assert grids == [grid]
     wanted = plain(rows, keys, values, table, ENDS, ENDS, reach, AttentionScoring(), SIZE)
     got = found.weighted_values / jnp.maximum(found.weight_sum, 1e-30)
@@ -227,7 +225,7 @@ def pools(dtype, page, *sizes, num_pages=2):
         (pools("float8_e4m3fn", 64, 64, 64, num_pages=1 << 18), 64, False),
     ],
 )
-def test_what_the_kernel_for_gpus_reads(of_pages, value_size, fits):
+def test_gpu_kernel_supports_pools_that_fit_it(of_pages, value_size, fits):
     assert paged_attention_gpu.kernel_supports(of_pages, value_size) == fits
 
 
@@ -278,14 +276,13 @@ def test_the_kernel_compiles_for_gpus(name, gpu_devices):
     keys = array(dtype, 4096, heads, size, 64)
     values = array(dtype, 4096, heads, of_value, 64) if of_value else None
     how = {"group": rows, "reach": AttentionWindow(1024, 0), "scoring": AttentionScoring(cap=50.0)}
-    read = functools.partial(
-        paged_attention_gpu.gpu_partial_attention, **how, value_size=of_value or 512
-    )
     table, ints = array("int32", slots, 128), array("int32", slots)
+    rows_of_heads = array(compute, slots, heads, rows, size)
+    queries = PagedQueries(
+        rows_of_heads, keys, values, ints, ints, **how, value_size=of_value or 512
+    )
     with jax.set_mesh(mesh), compile_only_devices.gpu_as_cuda():
-        lowered = jax.jit(read).lower(
-            array(compute, slots, heads, rows, size), keys, values, table, ints, ints
-        )
+        lowered = jax.jit(paged_attention_gpu.gpu_partial_attention).lower(queries, table)
     program = lowered.compile()
     assert "triton" in program.as_text()
     # The sums of programs that share slots, and nothing of the size of the pages read.

@@ -42,14 +42,14 @@ def check(tokens=(1,), keys=KEY, **params):
         ("stop_tokens: token ids are integers", ((1.5,), (10**30,), ("a",))),
         ("17 stop tokens, at most 16", (tuple(range(17)),)),
         ("a stop string is empty", (("a", ""),)),
-        (r"'\\ud800x' holds half of a surrogate pair", (("\ud800x",),)),
+        (r"'\\ud800x' contains a lone surrogate", (("\ud800x",),)),
         ("prompt: token id (-1|96) is outside the vocabulary of 96", ((-1,), (5, 96))),
         ("prompt: token ids are integers", ((1.5,), ("a",), ((1, 2),))),
         ("a prompt of (0|64) tokens; this engine takes 1 to 63", ((), (1,) * 64)),
         ("one raw key of two integers for each", (KEY[:0], KEY[0], KEY.astype(float))),
     ],
 )
-def test_what_is_out_of_range_is_refused(rule, values):
+def test_sampling_params_out_of_range_are_refused(rule, values):
     words = {"a stop string": "stop_strings", "'": "stop_strings", "17": "stop_tokens"}
     words |= {"prompt": "tokens", "a prompt": "tokens", "one raw": "keys"}
     field = next((f for word, f in words.items() if rule.startswith((word, "r" + word))), "")

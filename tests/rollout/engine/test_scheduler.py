@@ -297,7 +297,7 @@ def test_half_and_a_quarter_of_the_pages_are_enough(num_prompts, group, prompt, 
     assert scheduler._pages.num_used == 0
 
 
-def test_who_leaves_what_it_continues_gives_its_pages_back_first():
+def test_abandoned_continuation_frees_its_pages_first():
     """All pages hold a sample that ended; one that soon differs from it needs nearly all."""
     scheduler = make(1, num_pages=8)
     number = scheduler.add(dataclasses.replace(request(20, prompt=range(11)), retains_pages=True))
@@ -376,7 +376,7 @@ def test_however_few_pages_there_are_every_sample_ends(groups, sizes, spare, chu
     assert scheduler._pages.num_used == 0
 
 
-def test_filters_are_seen():
+def test_sampling_params_know_whether_they_filter():
     assert not SamplingParams(1, temperature=0.3).is_filtered
     for params in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}):
         assert SamplingParams(1, **params).is_filtered
@@ -402,6 +402,6 @@ def test_an_insert_of_two_samples_in_room_for_three():
     np.testing.assert_allclose(found.sampler.min_p, [0.0, 0.1, 0.0])
 
 
-def test_an_insert_of_nobody():
+def test_empty_insert_fills_no_slot():
     found = host_inputs.insert_args([], 2, 4)
     assert found.slots.tolist() == [4, 4]

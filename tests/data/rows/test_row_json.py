@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from jaxrl_llm.data import row_json
 from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.rows import row_json
 from jaxrl_llm.types import Example, PreferencePair, Prompt, PromptImage
 
 EXAMPLE = Example((1, 2, 3), (False, True, True))
@@ -28,7 +28,7 @@ VALUES = {
 }
 
 
-def test_rows_come_back():
+def test_rows_round_trip():
     prompt = Prompt((4, 5), "text", "source", decimal.Decimal(3), VALUES, 7)
     picture = PromptImage(b"\x89PNG", "a digest", (2, 3), 4)
     seen = Example((9,) * 12, (True,) * 12, (picture,))
