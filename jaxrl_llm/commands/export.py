@@ -13,7 +13,7 @@ from jaxrl_llm.config import bridge
 from jaxrl_llm.models.hf import checkpoint, config_reader, peft_adapter
 from jaxrl_llm.saved_policy import SavedRun
 from jaxrl_llm.sharding import multihost
-from jaxrl_llm.storage import upload
+from jaxrl_llm.storage import files, upload
 from jaxrl_llm.storage.address import HubAddress, LocalAddress, Location, is_remote, parse_address
 from jaxrl_llm.viewer import model_card
 
@@ -140,6 +140,6 @@ def _write_gguf(options: ExportOptions, run: SavedRun, out: str) -> tuple[pathli
         checkpoint.gathering_reader(run.full_params(params), np.dtype(np.float32)),
         fields,
         weight_type=options.gguf_type,
-        general_fields={"general.name": pathlib.Path(options.workdir).resolve().name},
+        general_fields={"general.name": files.folder_name(options.workdir)},
     )
     return path, step

@@ -32,7 +32,7 @@ def list_files(address: BucketAddress) -> dict[str, int]:
     Raises:
       BucketError: If there is no such folder, or it cannot be read.
     """
-    system = _file_system(address)
+    system = file_system(address)
     root = system._strip_protocol(address.text).rstrip("/")
     # `find` of a web server would follow all links.
     entries = _retried(address, lambda: system.find(root, maxdepth=2, detail=True))
@@ -52,7 +52,7 @@ def read_range(address: BucketAddress, name: str, begin: int, end: int) -> bytes
     if end <= begin:
         return b""
     path = f"{address.text}/{name}" if name else address.text
-    system = _file_system(address)
+    system = file_system(address)
     data = _retried(address, lambda: system.cat_file(path, start=begin, end=end), name)
     if len(data) != end - begin:
         raise BucketError(
@@ -64,7 +64,7 @@ def read_range(address: BucketAddress, name: str, begin: int, end: int) -> bytes
 
 def copy_file(address: BucketAddress, folder: pathlib.Path) -> pathlib.Path:
     """Copies a file into a local folder; raises BucketError."""
-    system = _file_system(address)
+    system = file_system(address)
     num_bytes = _retried(address, lambda: system.info(address.text))["size"]
     target = folder / address.path.rpartition("/")[2]
     with target.open("wb") as file:
@@ -73,7 +73,7 @@ def copy_file(address: BucketAddress, folder: pathlib.Path) -> pathlib.Path:
     return target
 
 
-def _file_system(address: BucketAddress) -> Any:
+def file_system(address: BucketAddress) -> Any:
     """The file system of an address; raises ConfigError if its package is missing."""
     try:
         if address.protocol in files.STORES:

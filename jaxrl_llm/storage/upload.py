@@ -9,12 +9,11 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import fsspec
 import huggingface_hub
 from huggingface_hub import constants, errors
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.storage import hub
+from jaxrl_llm.storage import bucket, files, hub
 from jaxrl_llm.storage.address import BucketAddress, HubAddress, Location
 
 TAG = "jaxrl_llm"
@@ -42,8 +41,9 @@ def check_target(address: Location, public: bool) -> None:
     if isinstance(address, HubAddress):
         _check_repo(address, public)
     elif isinstance(address, BucketAddress):
-        files, root = _bucket(address)
-        _check_origin(address.text, _bucket_files(address, files, root), files.cat_file)
+        store, root = _bucket(address)
+        names = {path.removeprefix(f"{root}/") for path in _bucket_files(address, store, root)}
+        _check_origin(f"--to={address.text}", names, lambda: store.cat_file(f"{root}/{CARD_FILE}"))
 
 
 def upload_folder(
@@ -94,20 +94,20 @@ def _check_repo(address: HubAddress, public: bool) -> None:
     if bool(info.private) == public:
         state, flag = ("private", "leave out --public") if public else ("public", "give --public")
         raise UploadError(f"{where}: exists and is {state}; {flag}, or use another name")
-    paths = {file.rfilename for file in info.siblings or ()}
+    below = f"{address.path}/" if address.path else ""
+    paths = [file.rfilename for file in info.siblings or ()]
+    names = {path.removeprefix(below) for path in paths if path.startswith(below)}
     main = address._replace(path="", revision="main", commit="")
-
-    def read(path: str) -> bytes:
-        return (hub.download(main, [path]) / path).read_bytes()
-
-    _check_origin(where, paths, read)
+    card = below + CARD_FILE
+    _check_origin(where, names, lambda: (hub.download(main, [card]) / card).read_bytes())
 
 
-def _check_origin(where: str, paths: set[str], read: Callable[[str], bytes]) -> None:
-    """Raises UploadError if files are not of an earlier upload."""
-    others = sorted(paths - _HUB_FILES)
-    card = next((path for path in paths if path.rpartition("/")[2] == CARD_FILE), "")
-    if not others or (card and is_own_card(read(card).decode("utf-8", "replace"))):
+def _check_origin(where: str, names: set[str], read_card: Callable[[], bytes]) -> None:
+    """Raises UploadError if the files of a folder are not of an earlier upload."""
+    others = sorted(names - _HUB_FILES)
+    if not others:
+        return
+    if CARD_FILE in names and is_own_card(read_card().decode("utf-8", "replace")):
         return
     raise UploadError(
         f"{where}: has files that no export wrote ({', '.join(others[:3])}); give another name, or"
@@ -147,45 +147,43 @@ def _upload_to_hub(folder: pathlib.Path, address: HubAddress, public: bool, mess
 
 
 def _upload_to_bucket(folder: pathlib.Path, address: BucketAddress) -> str:
-    files, root = _bucket(address)
-    before = _bucket_files(address, files, root)
+    store, root = _bucket(address)
+    before = _bucket_files(address, store, root)
     local_files = {
         path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
     }
     names = sorted(local_files, key=lambda name: (name in _READ_FIRST, name))
     for name in names:
-        upload = functools.partial(files.put_file, str(local_files[name]), f"{root}/{name}")
+        upload = functools.partial(store.put_file, str(local_files[name]), f"{root}/{name}")
         _bucket_result(address, upload)
     if any(folder.glob(_WEIGHTS[0])):
         for path in before:
             name = path.removeprefix(root).lstrip("/")
             is_weights = any(pathlib.PurePath(name).match(pattern) for pattern in _WEIGHTS)
             if is_weights and name not in local_files:
-                _bucket_result(address, functools.partial(files.rm_file, path))
+                _bucket_result(address, functools.partial(store.rm_file, path))
     return address.text
 
 
 def _bucket(address: BucketAddress) -> tuple[Any, str]:
-    """The file system of an address, and the path in it."""
-    try:
-        return fsspec.core.url_to_fs(address.text)
-    except Exception as error:  # each store has errors of its own; a package may be missing
-        raise UploadError(
-            f"--to={address.text}: cannot be opened ({type(error).__name__}: {error})"
-        ) from error
+    """The file system of an address, and the path in it; raises BucketError."""
+    store = bucket.file_system(address)
+    return store, store._strip_protocol(address.text).rstrip("/")
 
 
-def _bucket_files(address: BucketAddress, files: Any, root: str) -> set[str]:
-    files.invalidate_cache()
-    return set(_bucket_result(address, lambda: files.find(root)))
+def _bucket_files(address: BucketAddress, store: Any, root: str) -> set[str]:
+    store.invalidate_cache()
+    return set(_bucket_result(address, lambda: store.find(root)))
 
 
 def _bucket_result(address: BucketAddress, request: Callable[[], Any]) -> Any:
+    """The result of a request, repeated while the store fails; raises UploadError."""
     try:
-        return request()
-    except Exception as error:
+        return files.request(address.text, "written", request)
+    except OSError as error:
+        cause = error.__cause__ or error
         raise UploadError(
-            f"--to={address.text}: {type(error).__name__}: {error}; check the credentials, their"
+            f"--to={address.text}: {type(cause).__name__}: {cause}; check the credentials, their"
             " right to write and the network, then export again"
         ) from error
 

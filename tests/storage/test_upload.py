@@ -6,7 +6,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from huggingface_hub import constants
 
-from jaxrl_llm.storage import upload
+from jaxrl_llm.storage import bucket, upload
 from jaxrl_llm.storage.address import parse_address
 from jaxrl_llm.storage.upload import UploadError
 
@@ -82,6 +82,10 @@ def test_what_is_not_of_an_upload_stays(hub, folder):
     for card in (b"# Notes", b"---\n: [\n---\n"):
         hub.add("alice/notes", {"README.md": card})
         assert "no export wrote" in refused(folder, "alice/notes")
+    hub.add("alice/notes", {"sub/README.md": CARD.encode(), "sub/config.json": b"{}"})
+    assert "no export wrote" in refused(folder, "alice/notes")  # that is of another folder
+    send(folder, "hf://alice/notes/sub")
+    assert hub.files("alice/notes")["sub/model.safetensors"] == b"weights"
     assert hub.files("alice/notes")["notes.txt"] == b"mine"
     assert not upload.is_own_card("# jaxrl_llm")
 
@@ -170,9 +174,19 @@ def test_a_bucket_gets_the_folder(folder):
         files.store.clear()
 
 
-def test_a_bucket_that_cannot_be_opened(folder, monkeypatch):
+def test_a_bucket_that_cannot_be_opened_or_written(folder, monkeypatch):
     def fail(*_, **__):
-        raise ImportError("Install s3fs to access S3")
+        raise ImportError("no module s3fs")
 
-    monkeypatch.setattr(upload.fsspec.core, "url_to_fs", fail)
-    assert "cannot be opened (ImportError: Install s3fs" in refused(folder, "s3://bucket/a")
+    monkeypatch.setattr(bucket.files, "file_system", fail)
+    with pytest.raises(bucket.BucketError, match="needs a package that is missing"):
+        send(folder, "s3://bucket/a")
+
+    def deny(*_, **__):
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", deny)
+    with hub_server.without_delays(monkeypatch):
+        message = refused(folder, "memory://bucket/a")
+    assert "--to=memory://bucket/a: PermissionError: Access Denied; check the cred" in message
+    MemoryFileSystem.store.clear()
