@@ -91,7 +91,7 @@ def test_the_overview_fits_a_narrow_screen():
         (["train", "--help"], 0, "--workdir=TEXT"),
         (["--version"], 0, "."),
         (["trian"], 1, "error: 'trian' is no command; did you mean 'train'?"),
-        (["export", "--workdir=a"], 1, "--out: give a folder to write, or --to=org/name"),
+        (["export", "--workdir=a"], 1, "--out: required"),
         (["completion", "bash"], 0, "complete -o filenames"),
         (["completion", "fish"], 1, "jaxrl_llm completion bash"),
     ],
