@@ -65,7 +65,7 @@ def other_value(field: DeclaredField, now: Any) -> Any:
     if typing.get_origin(field.hint) is Literal:
         candidates: Any = typing.get_args(field.hint)
     elif typing.get_origin(field.hint) is Mapping:
-        candidates = [{"NAME": "none"}]
+        candidates = [{"NAME": 0.5 if typing.get_args(field.hint)[1] is float else "none"}]
     elif field.kind is bool:
         candidates = [not now]
     elif field.kind is str:

@@ -140,7 +140,7 @@ def test_images_need_a_text_in_a_run_without_images():
         {"role": "tool", "content": [text, image | {"alt": "a cat"}]}
     )
     assert message["content"] == "a door\na cat" and images == []
-    with pytest.raises(AgentError, match="this run reads text"):
+    with pytest.raises(AgentError, match="this run is text-only"):
         rules().template_message({"role": "tool", "content": [image]})
 
 

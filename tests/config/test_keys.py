@@ -157,7 +157,7 @@ prompts READ: data.eval_files
 prompts READ_BOTH: data.prompt_column data.role_aliases=('user:system',) data.preset=alpaca
     data.columns={'prompt':'question'} data.prompt_template={question} data.system_prompt=Count.
     data.extra_columns=('question',) data.transcript_roles=('Human:user',)
-prompts ANSWERS: data.answer_pattern=(3)
+prompts ANSWERS: data.answer_pattern='(3)'
 prompts UNNAMED: data.data_source=named
 prompts MIXTURE: data.stream data.train_weights=(1.0,5.0)
 prompts MOVING: data.last_train_weights=(1.0,5.0) data.last_train_weights_after=1

@@ -128,7 +128,7 @@ def test_tools_are_shown_unless_none_may_be_called():
     assert prompt(tools=[ADD], tool_choice="none") == prompt()
     silent = dataclasses.replace(SERVED, call_format="")
     said = refused(tools=[ADD], served=silent)
-    assert said.startswith("tools: the chat template of this model does not tell how it calls")
+    assert said.startswith("tools: the chat template of this model has no known tool-call format")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_template_that_begins_no_call_allows_no_required_one():
 def test_images_are_refused_by_a_model_of_text():
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
     said = refused({"role": "user", "content": [image]})
-    assert said == "messages.0.content, image 1: this model reads text alone; leave images out"
+    assert said == "messages.0.content, image 1: this model is text-only; leave images out"
 
 
 def test_limits_and_log_probs_of_the_request():

@@ -131,7 +131,7 @@ def test_thinking_and_tools_go_round():
             {"messages": [{"role": "user", "content": [{"type": "image", "source":
              {"type": "base64", "media_type": "image/png", "data": "aa"}}]}]},
             anthropic.BadRequestError,
-            "this model reads text alone",
+            "this model is text-only",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result",

@@ -269,7 +269,7 @@ def test_a_model_without_calls_refuses_tools():
     async def scenario():
         served = dataclasses.replace(SERVED, call_format="")
         async with talking(served=served) as (client, _):
-            with pytest.raises(openai.BadRequestError, match="how it calls tools"):
+            with pytest.raises(openai.BadRequestError, match="no known tool-call format"):
                 await client.chat.completions.create(model="m", messages=[ASK], tools=TOOLS)
 
     asyncio.run(scenario())

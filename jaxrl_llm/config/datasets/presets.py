@@ -92,7 +92,7 @@ def template_fields(template: str) -> list[tuple[str, str]]:
     """(text, the column that follows it, "" at the end) of a prompt template.
 
     >>> template_fields("{question} Box it: {{}}.")
-    [('', 'question'), (' Box it: {', ''), ('}.', '')]
+    [('', 'question'), (' Box it: {', ''), ('}', ''), ('.', '')]
 
     Raises:
       ValueError: If braces are not closed, or a field is more than a name.

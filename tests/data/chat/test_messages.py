@@ -24,7 +24,9 @@ def test_a_text_that_holds_messages_is_those_messages():
         assert messages_in_text(text, "") is None
         assert checked_messages(text, "row 1: prompt") == [{"role": "user", "content": text}]
     for text in (str([ASK]), '[{"role": "user", "content": "a" "b"}]'):
-        with pytest.raises(DataError, match=r"^row 1: prompt is a text that looks like a list of"):
+        with pytest.raises(
+            DataError, match=r"^row 1: prompt looks like a list of messages, but is not"
+        ):
             checked_messages(text, "row 1: prompt")
 
 
