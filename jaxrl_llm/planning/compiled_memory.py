@@ -162,7 +162,9 @@ def update_lowerings(
         replicated_shape = lambda a: jax.ShapeDtypeStruct(  # noqa: E731
             a.shape, a.dtype, sharding=mesh_lib.replicated(mesh)
         )
-        shapes, key = jax.tree.map(replicated_shape, batch), jax.random.key(0)
+        shapes = jax.tree.map(replicated_shape, batch)
+        # Not computed: the devices may be those of a compiler alone.
+        key = jax.eval_shape(lambda: jax.random.key(0))
         with jax.set_mesh(mesh):
             return program.lower(learners, base, shapes, packed, key, train_policy=train_policy)
 

@@ -7,6 +7,7 @@ from commands import call, refused
 import jaxrl_llm
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.config.workdir import claim_workdir
+from jaxrl_llm.planning import resolve_sizes
 
 SETTINGS = {
     "trainer": {"num_steps": 2},
@@ -34,7 +35,7 @@ def test_a_run_goes_on_and_is_read_beside_it(capsys, tmp_path, caplog):
     for step in ("7", "2"):  # more than the run has; the one that it will save
         (tmp_path / "checkpoints" / step).mkdir(parents=True)
     claim = tmp_path / "config.json"
-    claim_workdir(config(), tmp_path / "other")
+    claim_workdir(resolve_sizes.resolve(config(), tmp_path / "other"), tmp_path / "other")
     (tmp_path / "other" / "config.json").rename(claim)
     jaxrl_llm.train(config(), tmp_path)
     assert (tmp_path / "checkpoints" / "2" / "sha256.json").exists()

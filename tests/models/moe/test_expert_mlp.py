@@ -176,7 +176,7 @@ def test_any_mesh_is_one_device(load, sizes, request):
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2, "data": 2}, {"fsdp": 4}], ids=str)
 def test_weights_gathered_in_pieces_are_the_whole(sizes, monkeypatch):
     """With biases and adapters, of which some have no inner dim."""
-    monkeypatch.setattr(moe, "_GATHERED_BYTES", 1)
+    monkeypatch.setattr(expert_mlp, "_GATHERED_BYTES", 1)
     shape = dataclasses.replace(FEW, experts=dataclasses.replace(EXPERTS, bias=True, act="clamped"))
     network = dataclasses.replace(Network(shape), lora=LoraConfig(rank=3, alpha=6.0))
     params = tiny.params(network)
