@@ -78,7 +78,7 @@ def test_every_point_names_a_function():
     ("kind", "points"),
     [
         pytest.param("s3", FEW, marks=pytest.mark.slow),
-        pytest.param("gs", FEW, marks=pytest.mark.slow),
+        pytest.param("gs", FEW, marks=pytest.mark.nightly),
         pytest.param("s3", KILL_POINTS, marks=pytest.mark.nightly),
         pytest.param("gs", KILL_POINTS, marks=pytest.mark.nightly),
     ],
@@ -121,7 +121,7 @@ def test_a_store_that_fails_a_fifth_of_all_requests(
     check_same(tmp_path / "run", expected, 6, LEARNED)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # minutes: the store's bounded retries
 @pytest.mark.parametrize("kind", ["s3"])
 def test_a_store_that_is_lost_ends_the_run_and_its_return_resumes_it(
     endpoint, download, kind, tmp_path, cache, monkeypatch

@@ -48,7 +48,7 @@ def test_a_folder_in_s3_is_read_by_ranges(store, tmp_path):
         checkpoint.read_architecture("s3://no-such-bucket/models/b")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # minutes: the bounded retries of reads
 def test_a_store_that_fails_often_and_one_that_is_gone(store, endpoint, monkeypatch):
     store.pipe(f"{bucket_servers.BUCKET}/models/c/config.json", b"0123456789" * 100)
     proxy = bucket_servers.FaultyProxy(endpoint, share=0.2)
