@@ -45,7 +45,7 @@ def test_llama_cpp_computes_the_same(tmp_path, name):
     params = checkpoint.load(tmp_path / "folder", network)
     tokens = np.random.default_rng(0).integers(5, 260, (1, 200))  # beyond windows and stretching
     positions, segments = np.arange(200)[None], np.ones_like(tokens)
-    hidden = network.hidden_states(params, tokens, positions, segments)
+    hidden, _ = network.forward(params, tokens, positions, segments)
     log_probs = np.asarray(jax.nn.log_softmax(network.logits(params, hidden[0, -1])))
     found = top_log_probs(server, tokens[0].tolist())
     # Weights and the KV cache are float16 there: 2 ** -11 of each number, over a few layers.
