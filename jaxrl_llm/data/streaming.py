@@ -251,10 +251,10 @@ def _sliced(entry: str, of_files: Sequence[Sequence[FileRange]]) -> list[FileRan
     rows = None if entry in files.registered_rows else split_slice(entry)[1]
     if rows is None:
         return pieces
-    wanted = files.slice_rows(entry, rows, sum(piece.num_rows for piece in pieces))
+    selected = files.slice_rows(entry, rows, sum(piece.num_rows for piece in pieces))
     sliced, first = [], 0
     for piece in pieces:
-        part = files.overlap(wanted, first, piece.num_rows)
+        part = files.overlap(selected, first, piece.num_rows)
         if part:
             sliced.append(piece._replace(wanted=(part.start, part.stop)))
         first += piece.num_rows

@@ -8,8 +8,8 @@ from typing import TypeVar
 from jaxrl_llm.config.validation import ConfigGroup, with_row_files
 from jaxrl_llm.config.workdir import load_config
 from jaxrl_llm.data.rows.row_files import pinned_entry
-from jaxrl_llm.errors import ConfigError, UserError
-from jaxrl_llm.sharding import multihost
+from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.planning.model_names import resolve_on_host0
 from jaxrl_llm.storage import files
 
 Config = TypeVar("Config", bound=ConfigGroup)
@@ -26,16 +26,12 @@ def pin_datasets(config: Config, workdir: str | os.PathLike[str]) -> Config:
     Raises:
       UserError: If a name on the hub cannot be resolved.
     """
-    pinned = multihost.broadcast_from_host0(_pinned_entries(config, workdir))
-    if problem := pinned.pop("", ""):
-        raise UserError(problem)
+    pinned = resolve_on_host0(lambda: _pinned_entries(config, workdir))
     return with_row_files(config, lambda key, entry: pinned.get(entry, entry))
 
 
 def _pinned_entries(config: ConfigGroup, workdir: str | os.PathLike[str]) -> dict[str, str]:
-    """The new entries by the old ones, on the first process; below "" the error that came up."""
-    if not multihost.is_first():
-        return {}
+    """The new entries by the old ones."""
     begun = _begun_entries(workdir)
     pinned: dict[str, str] = {}
 
@@ -45,10 +41,7 @@ def _pinned_entries(config: ConfigGroup, workdir: str | os.PathLike[str]) -> dic
             logger.info("%s: %s is read from %s", key, entry, other)
         return entry
 
-    try:
-        with_row_files(config, pin)
-    except UserError as error:
-        return {"": str(error)}
+    with_row_files(config, pin)
     return pinned
 
 

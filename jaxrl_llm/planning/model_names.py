@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from typing import TypeVar
 
 from jaxrl_llm.config.validation import ConfigGroup, with_models
@@ -32,16 +33,26 @@ def pin_models(config: Config, workdir: str | os.PathLike[str] = "") -> Config:
     Raises:
       UserError: If a name on the hub cannot be resolved.
     """
-    pinned = multihost.broadcast_from_host0(_pinned_addresses(config, workdir))
-    if problem := pinned.pop("", ""):
-        raise UserError(problem)
+    pinned = resolve_on_host0(lambda: _pinned_addresses(config, workdir))
     return with_models(config, lambda key, address: pinned.get(key, address))
 
 
+def resolve_on_host0(resolve: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """The addresses that the first process resolves, on all processes, as is its UserError."""
+    pinned: dict[str, str] = {}
+    if multihost.is_first():
+        try:
+            pinned = resolve()
+        except UserError as error:
+            pinned = {"": str(error)}
+    pinned = multihost.broadcast_from_host0(pinned)
+    if problem := pinned.pop("", ""):
+        raise UserError(problem)
+    return pinned
+
+
 def _pinned_addresses(config: ConfigGroup, workdir: str | os.PathLike[str]) -> dict[str, str]:
-    """The new addresses by key, on the first process; below "" the error that came up."""
-    if not multihost.is_first():
-        return {}
+    """The new addresses by key."""
     pinned: dict[str, str] = {}
     stored = _stored_models(workdir)
 
@@ -63,10 +74,7 @@ def _pinned_addresses(config: ConfigGroup, workdir: str | os.PathLike[str]) -> d
                     logger.info("%s: %s is commit %s", key, address.name, resolved.commit)
         return text
 
-    try:
-        with_models(config, pin)
-    except UserError as error:
-        return {"": str(error)}
+    with_models(config, pin)
     return pinned
 
 

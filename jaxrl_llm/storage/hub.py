@@ -389,11 +389,11 @@ def _name_hint(address: HubAddress) -> str:
     org, _, name = address.repo.partition("/")
     listing = _api().list_datasets if address.repo_type == "dataset" else _api().list_models
     try:
-        found = [each.id for each in listing(author=org, limit=500)]
-        found = found or [each.id for each in listing(search=name, limit=50)]
+        names = [each.id for each in listing(author=org, limit=500)]
+        names = names or [each.id for each in listing(search=name, limit=50)]
     except Exception:  # only a hint
-        found = []
-    near = difflib.get_close_matches(address.repo, found, n=3, cutoff=0.7)
+        names = []
+    near = difflib.get_close_matches(address.repo, names, n=3, cutoff=0.7)
     other = "hf://datasets/org/name is a dataset" if address.repo_type == "model" else ""
     hints = [f"did you mean {' or '.join(near)}?" if near else "check its spelling", other]
     return "; " + "; ".join(filter(None, hints))

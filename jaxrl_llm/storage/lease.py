@@ -152,26 +152,26 @@ class Lease:
 
         Raises OccupiedError if its holder renews it, StorageError if the bucket fails.
         """
-        found = self._read()
-        record = parse_record(found.content)
+        latest = self._read()
+        record = parse_record(latest.content)
         deadline = time.monotonic() + self._ttl_s
         if not (is_free(record) or _has_died_here(record)):
             message = "%s: held by %s; taken over unless that renews it within %.0f s"
             logging.warning(message, self._path, describe(record), self._ttl_s)
         while True:
-            record = parse_record(found.content)
+            record = parse_record(latest.content)
             is_over = is_free(record) or _has_died_here(record) or time.monotonic() >= deadline
-            if is_over and self._replace(found.generation):
+            if is_over and self._replace(latest.generation):
                 break
             time.sleep(min(_POLL_S, self._ttl_s / 10))
             now = self._read()
             newer = parse_record(now.content)
-            if now.generation != found.generation and not is_free(newer):
+            if now.generation != latest.generation and not is_free(newer):
                 raise OccupiedError(
                     f"{self._folder}: {describe(newer)} is writing into it (it renews"
                     f" {self._path}); wait until that has ended, end it, or use another --workdir"
                 )
-            found = now
+            latest = now
         self._thread.start()
 
     def check(self) -> None:
