@@ -56,7 +56,7 @@ class IdleCalls(NamedTuple):
         """Decodes no step: enough slots, 0, are free before the first."""
         table = self.jitted.pages.table([], self.jitted.num_slots)
         return self.execute(
-            self.jitted.generate, params, state, table, np.int32(0), num_top=0, **sizes
+            self.jitted.generate, params, state, table, np.int32(0), None, num_top=0, **sizes
         )
 
     def extend(

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl_llm.models.attention_modules import AttentionInputs
 from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.models.transformer import ROUTE_DTYPE, Network, Params
-from jaxrl_llm.rollout.engine import decode_attention, kv_cache, token_sampling
+from jaxrl_llm.rollout.engine import decode_attention, kv_cache, logit_adjustments, token_sampling
 from jaxrl_llm.rollout.engine.decode_attention import CacheReader
 from jaxrl_llm.rollout.engine.kv_cache import (
     NO_POSITION,
@@ -25,6 +25,7 @@ from jaxrl_llm.rollout.engine.kv_cache import (
     PagedView,
     WriteBuffer,
 )
+from jaxrl_llm.rollout.engine.logit_adjustments import LogitAdjustments
 from jaxrl_llm.rollout.engine.prefill import Prefix
 from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS
 from jaxrl_llm.rollout.engine.token_sampling import SamplerState
@@ -77,6 +78,7 @@ class InsertArgs:
     stop_tokens: Int[Array, "n stops"]
     sampler: SamplerState
     rotary_offsets: Int[Array, " n"]  # of rotary positions, see `DecodeState`
+    adjustments: LogitAdjustments | None = None  # None: logits are sampled from as they are
 
 
 @jax.tree_util.register_dataclass
@@ -165,6 +167,13 @@ def _enter(
     state: DecodeState, admission: InsertArgs, logits, lengths, filtered: bool, num_top: int
 ) -> tuple[DecodeState, Outputs]:
     """Samples the token after the first `lengths` of each sample, and initializes its slot."""
+    if (adjustments := admission.adjustments) is not None:
+        vocab_size = logits.shape[-1]
+        counts = logit_adjustments.token_counts(adjustments, vocab_size)
+        bias = logit_adjustments.dense_bias(adjustments, vocab_size)
+        logits = logit_adjustments.adjusted_logits(
+            logits[:, None], lengths[:, None], adjustments, bias, counts, adjustments.history[:, :0]
+        )[:, 0]
     tokens, log_probs = token_sampling.sample(logits, lengths, admission.sampler, filtered=filtered)
     tops = token_sampling.top_log_probs(logits, admission.sampler, num_top)
     remaining = jnp.where(_is_stop(tokens, admission.stop_tokens), 0, admission.max_new_tokens - 1)
@@ -289,6 +298,7 @@ def generate(
     state: DecodeState,
     table: Int[Array, "S pages"],
     free_target: Int[Array, ""],
+    adjustments: LogitAdjustments | None = None,
     *,
     split: CacheSharding = REPLICATED,
     num_steps: int,
@@ -303,7 +313,8 @@ def generate(
 ) -> tuple[DecodeState, Outputs]:
     """Decodes a chunk: until `num_steps` are done, or `free_target` slots are free for refill.
 
-    Args, static except for the page table of all slots and `free_target`:
+    Args, static except for the page table of all slots, `free_target` and `adjustments`:
+      adjustments: Of the logits of `num_slots` slots; None: there are none.
       split: Sharding of slots and pages over devices.
       num_slots: Slots from this one on are free and not computed.
       window: At least the tokens of every slot before the first step.
@@ -327,6 +338,10 @@ def generate(
     first_positions = live.positions[:, None]
     angles = network.rotary(first_positions + live.rotary_offsets[:, None] + jnp.arange(num_tokens))
     num_routes = network.num_routes if keeps_routes else 0
+    counts, vocab_size = None, network.shape.vocab_size
+    if adjustments is not None:
+        counts = logit_adjustments.token_counts(adjustments, vocab_size)
+        bias = logit_adjustments.dense_bias(adjustments, vocab_size)
 
     def step(carry):
         """Feeds every active slot its last token and samples the next.
@@ -335,7 +350,7 @@ def generate(
         accepts the samples after right drafts. Inactive slots are computed but change nothing. The
         step's tokens are at `start` in `recent`; `live` is the slots' state without the cache.
         """
-        number, live, recent, outputs = carry
+        number, live, recent, counts, outputs = carry
         start = number * width
         active = live.remaining > 0
         inputs = live.tokens[:, None]  # [S, Q]
@@ -367,6 +382,10 @@ def generate(
         logits = network.logits(params, network.norm(params, x))
         routes = routes[..., :num_routes]
         next_positions = query_positions + 1
+        if adjustments is not None:
+            logits = logit_adjustments.adjusted_logits(
+                logits, next_positions, adjustments, bias, counts, drafts
+            )
         flat = logits.reshape(num_slots * width, -1)
         sampler = jax.tree.map(lambda a: jnp.repeat(a, width, axis=0), live.sampler)
         sampled = (
@@ -388,6 +407,8 @@ def generate(
             positions = positions_of_first(count)
         else:
             accepted, count, last, history = active[:, None], active, drawn[:, 0], live.history
+        if adjustments is not None:
+            counts = logit_adjustments.counts_with(counts, drawn, accepted)
         tokens = jnp.where(active, last, live.tokens)
         remaining = jnp.where(_is_stop(tokens, live.stop_tokens), 0, live.remaining - count)
         live = dataclasses.replace(
@@ -407,7 +428,7 @@ def generate(
             array.at[number].set(jnp.swapaxes(row, 0, 1))
             for array, row in zip(outputs, step_outputs, strict=True)
         )
-        return number + 1, live, WriteBuffer(keys, values, positions), outputs
+        return number + 1, live, WriteBuffer(keys, values, positions), counts, outputs
 
     def unfinished(carry):
         number, live, *_ = carry
@@ -417,7 +438,9 @@ def generate(
     tokens, log_probs = jnp.full(dims, -1, jnp.int32), jnp.zeros(dims, jnp.float32)
     tops = (jnp.zeros((*dims, num_top), dtype) for dtype in (jnp.int32, jnp.float32))
     empty_outputs = (tokens, log_probs, *tops, jnp.zeros((*dims, num_routes), ROUTE_DTYPE))
-    _, live, recent, outputs = lax.while_loop(unfinished, step, (0, live, recent, empty_outputs))
+    _, live, recent, _, outputs = lax.while_loop(
+        unfinished, step, (0, live, recent, counts, empty_outputs)
+    )
     cache = kv_cache.flush_buffer(state.cache, split, recent, table, by_slot=True)
     rounds = [a.reshape(num_tokens, *a.shape[2:]) for a in outputs]
     small = jax.tree.map(lambda whole, part: whole.at[:num_slots].set(part), small, live)

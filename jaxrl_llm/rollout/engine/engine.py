@@ -16,6 +16,7 @@ from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.packing.packed_batch import bucket
 from jaxrl_llm.rollout.engine import aot_programs, device_programs, host_inputs
 from jaxrl_llm.rollout.engine.compiled_programs import MOVES, EnginePrograms
+from jaxrl_llm.rollout.engine.logit_adjustments import LogitAdjustments, adjustment_arrays
 from jaxrl_llm.rollout.engine.page_allocator import PageAllocator
 from jaxrl_llm.rollout.engine.prefill import Prefix
 from jaxrl_llm.rollout.engine.prefill_batcher import PrefillBatcher
@@ -272,6 +273,7 @@ class Engine:
         entering = [(index, s.slot, s.key, s.params) for s, index in prompts.items()]
         size = min(n for n in self.programs.insert_sizes if n >= len(prompts))
         offsets = [sample.offset for sample in prompts]
+        adjustments = self._adjustments(enumerate(prompts), size)
         writes = [(page, index, at) for s, index in prompts.items() for page, at in s.page_writes]
         max_writes = self.programs.num_writes(prefix, size)
         # Several parts: each shard of the slots has its own pages.
@@ -281,7 +283,9 @@ class Engine:
             self._state, outputs = self.programs.insert(
                 self._state or self.programs.empty(),
                 prefix,
-                host_inputs.insert_args(samples, size, self.num_slots, offsets[: len(samples)]),
+                host_inputs.insert_args(
+                    samples, size, self.num_slots, offsets[: len(samples)], adjustments
+                ),
                 host_inputs.page_writes(part, max_writes, self.programs.pages.num_pages),
                 filtered=filtered,
                 num_top=num_top,
@@ -336,7 +340,11 @@ class Engine:
                 self._state or self.programs.empty(),
                 continuation,
                 host_inputs.insert_args(
-                    entering, rows, self.num_slots, [n for _, n in sights_and_offsets]
+                    entering,
+                    rows,
+                    self.num_slots,
+                    [n for _, n in sights_and_offsets],
+                    self._adjustments(enumerate(samples), rows),
                 ),
                 window=_at_least(max(starts), self.programs.read_windows),
                 filtered=filtered,
@@ -389,6 +397,7 @@ class Engine:
             # While samples wait, another sixteenth of the slots free is worth a refill (some are
             # free where pages are short); else the device runs on until its chunk or work is done.
             np.int32(min(num_slots, enough) if queue_waits else num_slots),
+            self._adjustments(self._scheduler.active.items(), num_slots),
             num_slots=num_slots,
             window=_at_least(longest, self.programs.windows),
             filtered=filtered,
@@ -399,9 +408,13 @@ class Engine:
     def _dispatch_ahead(self, params: Params, version: int, chunk: _Chunk) -> _Chunk | None:
         """Gives the device the chunk after one that is not read, unless the host must decide."""
         # It must while samples wait for a slot, where those that are left fit a smaller program,
-        # and where texts are searched. That a sample ended early is seen one chunk late.
+        # where texts are searched, and where logits depend on the tokens of the chunk. That a
+        # sample ended early is seen one chunk late.
         left = self._scheduler.active_lengths(self.chunk_steps)
-        searched = any(s.params.stop_strings for s in self._scheduler.active.values())
+        searched = any(
+            s.params.stop_strings or s.params.is_history_dependent
+            for s in self._scheduler.active.values()
+        )
         fewer = any(len(left) <= count < chunk.num_slots for count in self.programs.slot_counts)
         if chunk.queue_waits or not left or searched or fewer:
             return None
@@ -425,6 +438,14 @@ class Engine:
         if chunk.queue_waits:
             s.busy_capacity += steps * self.num_slots
             s.busy_slot_steps += slot_steps
+
+    def _adjustments(
+        self, samples: Iterable[tuple[int, Sample]], size: int
+    ) -> LogitAdjustments | None:
+        """Adjustments of the logits of `size` rows, where samples have these indices."""
+        adjusted = [(i, s.adjusted_row) for i, s in samples if s.params.is_adjusted]
+        longest = max((len(row.tokens) for _, row in adjusted), default=0)
+        return adjustment_arrays(adjusted, size, _at_least(longest, self.programs.windows))
 
     def _static_arguments(self, samples: Iterable[Sample]) -> tuple[bool, int]:
         """Static arguments (filtered, num_top) that these samples need of a program."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxrl_llm.rollout.engine import requests
 from jaxrl_llm.rollout.engine.device_programs import Outputs
+from jaxrl_llm.rollout.engine.logit_adjustments import AdjustedRow
 from jaxrl_llm.rollout.engine.page_allocator import PageAllocator
 from jaxrl_llm.rollout.engine.requests import Completion, Decode, Progress, Request, SamplingParams
 
@@ -55,6 +56,11 @@ class Sample:
         """Sampling parameters with `max_tokens` reduced to the tokens left."""
         left = self.max_tokens - self.num_tokens
         return dataclasses.replace(self.params, max_tokens=left)
+
+    @property
+    def adjusted_row(self) -> AdjustedRow:
+        """Its tokens for the adjustment of logits; a resumed sample's are output."""
+        return AdjustedRow(self.params, self.tokens, len(self.prompt) - len(self.resumed_tokens))
 
     @property
     def needs_full_prefill(self) -> bool:
@@ -377,11 +383,14 @@ class Scheduler:
             c.finish_reason = "stop" if c.tokens[-1] in sample.params.stop_tokens else "length"
         if count and stop_strings:
             try:
-                text, begin = (
-                    [*sample.resumed_tokens, *c.tokens],
+                text = [*sample.resumed_tokens, *c.tokens]
+                length = requests.num_tokens_to_stop(
+                    text,
                     len(sample.resumed_tokens) + num_before,
+                    stop_strings,
+                    self._decode,
+                    sample.params.min_tokens,
                 )
-                length = requests.num_tokens_to_stop(text, begin, stop_strings, self._decode)
                 length = max(0, length - len(sample.resumed_tokens))
             except Exception as error:  # in the user's decoder: ends only this sample
                 sample.error, c.finish_reason, length = error, "error", 0
