@@ -110,7 +110,7 @@ class Engine:
         self.statistics = EngineStatistics()  # `generate` resets when it begins
         self._pages = PageAllocator(self.programs.pages)
         self._scheduler = Scheduler(self._decode, self._pages, self._chunk_tokens)
-        read = lambda *args: self.programs.prefill(*args)  # noqa: E731
+        read = lambda *args, **top: self.programs.prefill(*args, **top)  # noqa: E731
         num_routes = self.programs.num_routes
         self._reader = PrefillBatcher(
             read, self.max_tokens, self.statistics, num_routes, self.prompt_shapes

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from jax import Array
 
 from jaxrl_llm.config.rollout_data import MIN_TEMPERATURE
 from jaxrl_llm.errors import UserError
@@ -84,6 +85,17 @@ class SamplingParams:
         return bool(self.logit_bias) or delays_stop or self.is_history_dependent
 
 
+class PromptLogProbs(NamedTuple):
+    """Log-probs of the tokens of a prompt, as the network gives them: without a temperature and
+    without adjustments. The values of the first token, which nothing precedes, have no meaning.
+    """
+
+    log_probs: np.ndarray | Array  # [tokens] float32
+    ranks: np.ndarray | Array  # [tokens] int32; 1: the most likely
+    top_tokens: np.ndarray | Array  # [tokens, k] int32; the likeliest first
+    top_log_probs: np.ndarray | Array  # [tokens, k] float32
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A prompt and its samples, which share one prefill.
@@ -109,6 +121,9 @@ class Request:
     num_partial: int = 0
     # Image inputs of the prompt, one row, host arrays; None: no images.
     image_inputs: ImageInputs | None = None
+    # Most likely tokens reported for every prompt token, with its own log-prob; None: no log-probs.
+    # The whole prompt is prefilled for them, whatever it continues.
+    num_prompt_top: int | None = None
 
     @property
     def offset(self) -> int:
@@ -127,6 +142,7 @@ class Completion:
     versions: list[int] = dataclasses.field(default_factory=list)  # weight version of each token
     top_log_probs: list[TopLogProbs] = dataclasses.field(default_factory=list)  # none if off
     finish_reason: FinishReason = ""
+    prompt_log_probs: PromptLogProbs | None = None  # with the first token
     # Experts visited by tokens, [_, routes] each: of the prompt, then of the sampled tokens but the
     # last, and of tokens after a stop string. Empty if not kept.
     routes: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -148,6 +164,7 @@ class Progress(NamedTuple):
     top_log_probs: tuple[TopLogProbs, ...]  # empty if off
     finish_reason: FinishReason
     error: Exception | None = None  # why, if that is "error"
+    prompt_log_probs: PromptLogProbs | None = None  # with the first tokens, if asked for
 
 
 @dataclasses.dataclass
@@ -273,6 +290,10 @@ class RequestLimits:
         if keys.shape != (count := len(request.params), 2) or keys.dtype.kind not in "iu":
             problem = f"keys of shape {keys.shape} and {keys.dtype} for {count} samples"
             yield f"{problem}; give one raw key of two integers for each"
+        if (k := request.num_prompt_top) is not None and not (
+            isinstance(k, Integral) and 0 <= k <= self.max_top_log_probs
+        ):
+            yield f"num_prompt_top={k!r:.100} must lie between 0 and {self.max_top_log_probs}"
         if request.continues and count != 1:
             yield f"{count} samples continue one; give a request for each"
         if request.routes is not None:

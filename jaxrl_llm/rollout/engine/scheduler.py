@@ -27,7 +27,9 @@ class Sample:
         self.resumed_tokens = request.tokens[len(request.tokens) - request.num_partial :]
         self.routes, self.sights, self.offset = request.routes, request.image_inputs, request.offset
         self.key = request.keys[index]
-        self.retains_pages, self.continued_sample = request.retains_pages, request.continues
+        self.retains_pages, self.num_prompt_top = request.retains_pages, request.num_prompt_top
+        # The log-probs of a prompt need all of its hidden states.
+        self.continued_sample = request.continues if self.num_prompt_top is None else None
         self.pages: list[int] = []  # in the order of its positions
         self.num_cached_tokens = 0  # tokens that are already in its pages when it enters a slot
         # (page, offset of its first token in the prompt) to write when it enters.
@@ -88,7 +90,8 @@ class Sample:
         """The sampled tokens from index `first` on, and how the sample ended."""
         c = self.completion
         new = (tuple(each[first:]) for each in (c.tokens, c.log_probs, c.versions, c.top_log_probs))
-        return Progress._make((self.request, self.index, *new, c.finish_reason, self.error))
+        prompt = c.prompt_log_probs if first == 0 else None
+        return Progress._make((self.request, self.index, *new, c.finish_reason, self.error, prompt))
 
 
 class RetainedPages(NamedTuple):
@@ -136,6 +139,8 @@ class Scheduler:
 
     def add(self, request: Request) -> int:
         """Queues the samples of a request; returns its number."""
+        if request.continues and request.num_prompt_top is not None:
+            self.free_retained(*request.continues)
         number = next(self._request_ids)
         samples = [Sample(number, i, request) for i in range(len(request.params))]
         if samples:
