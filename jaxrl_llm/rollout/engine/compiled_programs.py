@@ -88,7 +88,7 @@ class EnginePrograms:
         jit_with_outputs = functools.partial(
             jax.jit, out_shardings=(self.state_shardings, self._replicated)
         )
-        switches = ("filtered", "num_top")
+        switches = ("filtered", "num_top", "num_support")
         insert = _named_partial(device_programs.insert, split=split)
         self.insert = jit_with_outputs(
             with_rules(insert), static_argnames=switches, donate_argnums=0

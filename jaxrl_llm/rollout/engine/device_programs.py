@@ -5,6 +5,7 @@ that scans stacked arrays copies the whole cache every step.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,7 @@ class Outputs:
     log_probs: Float[Array, "rounds S"]
     top_tokens: Int[Array, "rounds S k"]
     top_log_probs: Float[Array, "rounds S k"]
+    support: Int[Array, "rounds S n"]  # tokens among which each was drawn; -1: padding
     # Experts chosen for the token before each; empty from `insert`.
     routes: Int[Array, "rounds S routes"]
     remaining: Int[Array, " S"]  # tokens that may still be sampled; 0: the sample ended
@@ -131,7 +133,7 @@ def empty_state(
         remaining=zeros,
         stop_tokens=jnp.full((num_slots, NUM_STOP_TOKENS), -1, jnp.int32),
         history=jnp.zeros((num_slots, history_tokens), jnp.int32),
-        sampler=SamplerState(keys, ones, zeros, ones, jnp.zeros_like(ones)),
+        sampler=SamplerState(keys, ones, zeros, ones, jnp.zeros_like(ones), zeros),
     )
 
 
@@ -144,11 +146,13 @@ def insert(
     split: CacheSharding = REPLICATED,
     filtered: bool,
     num_top: int,
+    num_support: int = 0,
 ) -> tuple[DecodeState, Outputs]:
     """Writes prompts to pages and samples the first token of each sample, a column of outputs."""
     a = admission
     lengths, logits = prefix.lengths[a.prompt_indices], prefix.logits[a.prompt_indices]
-    state, outputs = _enter(state, a, logits, lengths, filtered, num_top)
+    switches: Any = {"filtered": filtered, "num_top": num_top, "num_support": num_support}
+    state, outputs = _enter(state, a, logits, lengths, **switches)
     history = state.history
     if history.shape[1]:
         # Tokens past the end of a prompt are overwritten before they are read.
@@ -164,7 +168,14 @@ def insert(
 
 
 def _enter(
-    state: DecodeState, admission: InsertArgs, logits, lengths, filtered: bool, num_top: int
+    state: DecodeState,
+    admission: InsertArgs,
+    logits: Float[Array, "n V"],
+    lengths: Int[Array, " n"],
+    *,
+    filtered: bool,
+    num_top: int,
+    num_support: int,
 ) -> tuple[DecodeState, Outputs]:
     """Samples the token after the first `lengths` of each sample, and initializes its slot."""
     if (adjustments := admission.adjustments) is not None:
@@ -174,7 +185,9 @@ def _enter(
         logits = logit_adjustments.adjusted_logits(
             logits[:, None], lengths[:, None], adjustments, bias, counts, adjustments.history[:, :0]
         )[:, 0]
-    tokens, log_probs = token_sampling.sample(logits, lengths, admission.sampler, filtered=filtered)
+    tokens, log_probs, support = token_sampling.sample_with_support(
+        logits, lengths, admission.sampler, filtered=filtered, num_support=num_support
+    )
     tops = token_sampling.top_log_probs(logits, admission.sampler, num_top)
     remaining = jnp.where(_is_stop(tokens, admission.stop_tokens), 0, admission.max_new_tokens - 1)
 
@@ -191,7 +204,7 @@ def _enter(
         sampler=jax.tree.map(write_slots, state.sampler, admission.sampler),
     )
     no_routes = jnp.zeros((len(tokens), 0), ROUTE_DTYPE)
-    columns = [a[None] for a in (tokens, log_probs, *tops, no_routes)]
+    columns = [a[None] for a in (tokens, log_probs, *tops, support, no_routes)]
     return state, Outputs(*[*columns, remaining + 0])
 
 
@@ -207,6 +220,7 @@ def extend(
     reader: CacheReader,
     filtered: bool,
     num_top: int,
+    num_support: int = 0,
     keeps_routes: bool = False,
 ) -> tuple[DecodeState, Outputs, Int[Array, "n W routes"]]:
     """Chunked prefill: reads tokens that follow those in pages, and samples the next of each.
@@ -258,7 +272,8 @@ def extend(
     last_hidden = jnp.take_along_axis(x, (continuation.lengths - 1)[:, None, None], axis=1)
     logits = network.logits(params, network.norm(params, last_hidden))[:, 0]
     lengths = continuation.cached_lengths + continuation.lengths
-    state, outputs = _enter(state, admission, logits, lengths, filtered, num_top)
+    switches: Any = {"filtered": filtered, "num_top": num_top, "num_support": num_support}
+    state, outputs = _enter(state, admission, logits, lengths, **switches)
     history = state.history
     if history.shape[1]:
         history = history.at[admission.slots].set(continuation.history, mode="drop")
@@ -307,6 +322,7 @@ def generate(
     reader: CacheReader,
     filtered: bool,
     num_top: int,
+    num_support: int = 0,
     draft_tokens: int = 0,
     ngram_tokens: int = 0,
     keeps_routes: bool = False,
@@ -320,6 +336,7 @@ def generate(
       window: At least the tokens of every slot before the first step.
       reader: How attention reads the cache.
       num_top: Number of most likely tokens to report.
+      num_support: At least the `support_tokens` of every slot.
       keeps_routes: Whether to report the experts chosen for each token.
     """
     width = 1 + draft_tokens
@@ -388,11 +405,15 @@ def generate(
             )
         flat = logits.reshape(num_slots * width, -1)
         sampler = jax.tree.map(lambda a: jnp.repeat(a, width, axis=0), live.sampler)
-        sampled = (
-            *token_sampling.sample(flat, next_positions.reshape(-1), sampler, filtered=filtered),
-            *token_sampling.top_log_probs(flat, sampler, num_top),
+        *sampled, support = token_sampling.sample_with_support(
+            flat,
+            next_positions.reshape(-1),
+            sampler,
+            filtered=filtered,
+            num_support=num_support,
         )
-        drawn, log_probs, *tops = (a.reshape(num_slots, width, *a.shape[1:]) for a in sampled)
+        sampled += [*token_sampling.top_log_probs(flat, sampler, num_top), support]
+        drawn, log_probs, *tops_and_support = (a.reshape(num_slots, width, *a.shape[1:]) for a in sampled)
         if draft_tokens:
             accepted = token_sampling.acceptance_mask(
                 drawn, drafts, live.stop_tokens, live.remaining
@@ -421,7 +442,7 @@ def generate(
         step_outputs = (
             jnp.where(accepted, drawn, -1),
             jnp.where(accepted, log_probs, 0.0),
-            *tops,
+            *tops_and_support,
             routes,
         )
         outputs = tuple(
@@ -437,7 +458,11 @@ def generate(
     dims = (num_steps, width, num_slots)
     tokens, log_probs = jnp.full(dims, -1, jnp.int32), jnp.zeros(dims, jnp.float32)
     tops = (jnp.zeros((*dims, num_top), dtype) for dtype in (jnp.int32, jnp.float32))
-    empty_outputs = (tokens, log_probs, *tops, jnp.zeros((*dims, num_routes), ROUTE_DTYPE))
+    support, routes = (
+        jnp.zeros((*dims, size), dtype)
+        for size, dtype in ((num_support, jnp.int32), (num_routes, ROUTE_DTYPE))
+    )
+    empty_outputs = (tokens, log_probs, *tops, support, routes)
     _, live, recent, _, outputs = lax.while_loop(
         unfinished, step, (0, live, recent, counts, empty_outputs)
     )

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -141,13 +141,17 @@ class Engine:
             self._state = program.idle_call(calls, params, state)[0]
 
     def programs_to_compile(
-        self, params: Params, filters: Sequence[bool], continues: bool = False
+        self,
+        params: Params,
+        filters: Sequence[bool],
+        continues: bool = False,
+        support_tokens: int = 0,
     ) -> dict[str, Callable[[], None]]:
         """Returns by name the functions that compile the programs of a run, see
         `aot_programs.compile_tasks`.
         """
         return aot_programs.compile_tasks(
-            self.programs, self.prompt_shapes, params, filters, continues
+            self.programs, self.prompt_shapes, params, filters, continues, support_tokens
         )
 
     def wait_before_steps(self, wait: Callable[[], None]) -> None:
@@ -269,7 +273,7 @@ class Engine:
 
     def _insert(self, prefix: Prefix, prompts: dict[Sample, int], version: int) -> None:
         """Inserts samples into slots; `prompts` maps them to their prompts in the prefix."""
-        filtered, num_top = self._static_arguments(prompts)
+        switches = self._static_arguments(prompts)
         entering = [(index, s.slot, s.key, s.params) for s, index in prompts.items()]
         size = min(n for n in self.programs.insert_sizes if n >= len(prompts))
         offsets = [sample.offset for sample in prompts]
@@ -287,8 +291,7 @@ class Engine:
                     samples, size, self.num_slots, offsets[: len(samples)], adjustments
                 ),
                 host_inputs.page_writes(part, max_writes, self.programs.pages.num_pages),
-                filtered=filtered,
-                num_top=num_top,
+                **switches,
             )
         self._scheduler.record_inserted(
             list(prompts), kv_store_broadcast.device_get(outputs), version
@@ -316,7 +319,7 @@ class Engine:
                 (host_inputs.extended_image_inputs(s.sights, s.num_tokens, s.offset), s.offset)
                 for s in samples
             ]
-            filtered, num_top = self._static_arguments(next_token)
+            switches = self._static_arguments(next_token)
             # A token is sampled after every chunk; only the one after the last chunk is kept.
             params_of = [
                 s.remaining_params if end else _ONE_TOKEN
@@ -347,8 +350,7 @@ class Engine:
                     self._adjustments(enumerate(samples), rows),
                 ),
                 window=_at_least(max(starts), self.programs.read_windows),
-                filtered=filtered,
-                num_top=num_top,
+                **switches,
             )
             self.statistics.prefill_tokens += sum(map(len, chunk_tokens))
             self.statistics.prefill_positions += rows * width
@@ -389,7 +391,7 @@ class Engine:
         """Gives the device a chunk of steps; no active sequence has over `longest` tokens."""
         queue_waits = self.num_waiting > 0
         enough = num_slots - self.num_active + max(1, num_slots // 16)
-        filtered, num_top = self._static_arguments(self._scheduler.active.values())
+        switches = self._static_arguments(self._scheduler.active.values())
         self._state, outputs = self.programs.generate(
             params,
             self._state,
@@ -400,8 +402,7 @@ class Engine:
             self._adjustments(self._scheduler.active.items(), num_slots),
             num_slots=num_slots,
             window=_at_least(longest, self.programs.windows),
-            filtered=filtered,
-            num_top=num_top,
+            **switches,
         )
         return _Chunk(outputs, version, num_slots, queue_waits)
 
@@ -447,12 +448,15 @@ class Engine:
         longest = max((len(row.tokens) for _, row in adjusted), default=0)
         return adjustment_arrays(adjusted, size, _at_least(longest, self.programs.windows))
 
-    def _static_arguments(self, samples: Iterable[Sample]) -> tuple[bool, int]:
-        """Static arguments (filtered, num_top) that these samples need of a program."""
+    def _static_arguments(self, samples: Iterable[Sample]) -> dict[str, Any]:
+        """Static arguments that these samples need of a program."""
         params = [sample.params for sample in samples]
         max_top = max((p.num_top_log_probs for p in params), default=0)
-        num_top = bucket(max_top, largest=self.limits.max_top_log_probs) if max_top else 0
-        return any(p.is_filtered for p in params), num_top
+        return {
+            "filtered": any(p.is_filtered for p in params),
+            "num_top": bucket(max_top, largest=self.limits.max_top_log_probs) if max_top else 0,
+            "num_support": max((p.support_tokens for p in params), default=0),
+        }
 
 
 def _at_least(tokens: int, windows: Sequence[int]) -> int:

@@ -301,6 +301,7 @@ def insert_args(
         top_k=column("top_k", np.int32),
         top_p=column("top_p"),
         min_p=column("min_p"),
+        support_tokens=column("support_tokens", np.int32),
     )
     return InsertArgs(
         prompt_indices=array(prompts, np.int32),

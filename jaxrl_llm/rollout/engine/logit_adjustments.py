@@ -71,7 +71,7 @@ class TokenCounts:
 
     in_prompt: Bool[Array, "S V"]
     output: Int[Array, "S V"]
-    recent: Int[Array, "S L-1"]  # last tokens of the output
+    recent: Int[Array, "S preceding"]  # last tokens of the output
 
 
 def adjustment_arrays(
@@ -160,7 +160,7 @@ def adjusted_logits(
     adjustments: LogitAdjustments,
     bias: Float[Array, "S V"],
     counts: TokenCounts,
-    drafts: Int[Array, "S Q-1"],
+    drafts: Int[Array, "S drafts"],
 ) -> Float[Array, "S Q V"]:
     """Logits with bias and penalties; those of banned tokens are so low that they are never drawn.
 
@@ -203,7 +203,7 @@ def counts_with(
 
 
 def _counts_after_drafts(
-    output: Int[Array, "S V"], drafts: Int[Array, "S Q-1"]
+    output: Int[Array, "S V"], drafts: Int[Array, "S drafts"]
 ) -> Int[Array, "S Q V"]:
     """Counts before each of Q positions, as if the drafts before it were part of the output."""
     rows = jnp.arange(len(output))
@@ -216,8 +216,8 @@ def _counts_after_drafts(
 def _banned_tokens(
     adjustments: LogitAdjustments,
     positions: Int[Array, "S Q"],
-    recent: Int[Array, "S L-1"],
-    drafts: Int[Array, "S Q-1"],
+    recent: Int[Array, "S preceding"],
+    drafts: Int[Array, "S drafts"],
     vocab_size: int,
 ) -> Int[Array, "S Q bans"]:
     """Tokens that must not be sampled at each position, padded with ids past the vocabulary."""

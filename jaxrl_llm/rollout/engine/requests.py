@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jax import Array
 
-from jaxrl_llm.config.rollout_data import MIN_TEMPERATURE
+from jaxrl_llm.config.rollout_data import MAX_SUPPORT_TOKENS, MIN_TEMPERATURE
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.models.transformer import Network
@@ -67,6 +67,9 @@ class SamplingParams:
     min_tokens: int = 0  # tokens of the output before stop tokens and stop strings end it
     # The last token of each is banned where the output ends with the tokens before it.
     bad_words: tuple[tuple[int, ...], ...] = ()
+    # Draws among at most so many of the most likely tokens that top_k, top_p and min_p keep,
+    # reports them with each token, and log-probs renormalized over them; 0: off.
+    support_tokens: int = 0
 
     @property
     def is_filtered(self) -> bool:
@@ -141,6 +144,9 @@ class Completion:
     log_probs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)  # weight version of each token
     top_log_probs: list[TopLogProbs] = dataclasses.field(default_factory=list)  # none if off
+    # Supports of the tokens, [_, support_tokens] each, padded with -1, and of tokens after a stop
+    # string; none if off.
+    support: list[np.ndarray] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason = ""
     prompt_log_probs: PromptLogProbs | None = None  # with the first token
     # Experts visited by tokens, [_, routes] each: of the prompt, then of the sampled tokens but the
@@ -339,6 +345,7 @@ class RequestLimits:
             ("max_tokens", after, 1, room),
             ("top_k", " (0: off)", 0, 2**31 - 1),
             ("num_top_log_probs", "", 0, self.max_top_log_probs),
+            ("support_tokens", " (0: off)", 0, min(MAX_SUPPORT_TOKENS, self.vocab_size)),
             ("min_tokens", " (0: off)", 0, 2**31 - 1 - self.max_tokens),
         ):
             value, rule = getattr(params, field), f"must lie between {low} and {high}"

@@ -80,6 +80,8 @@ class Sample:
         c.versions += [version] * count
         if sampled.routes.shape[-1] and count:
             c.routes.append(np.asarray(sampled.routes[is_valid, column]))
+        if (k := self.params.support_tokens) and count:
+            c.support.append(np.asarray(sampled.support[is_valid, column, :k]))
         if k := self.params.num_top_log_probs:
             tokens = sampled.top_tokens[is_valid, column, :k].tolist()
             log_probs = sampled.top_log_probs[is_valid, column, :k].tolist()

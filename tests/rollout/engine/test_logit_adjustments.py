@@ -5,6 +5,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -88,7 +89,7 @@ def vllm_logits(logits, params, prompt, output):
 @jax.jit
 def all_logits(weights, tokens):
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    hidden = tiny.hidden_states(tiny.NETWORK)(weights, tokens, positions, np.ones_like(tokens))
+    hidden = tiny.hidden_states(tiny.NETWORK)(weights, tokens, positions, jnp.ones_like(tokens))
     return tiny.NETWORK.logits(weights, hidden)
 
 
@@ -145,6 +146,7 @@ def test_samples_keep_the_rules():
     assert len(set(by_kind["presence"].tokens)) > len(set(before["presence"].tokens))
 
 
+@pytest.mark.slow
 def test_neighbours_keep_their_samples():
     found = engine_of().generate(rollout_params(), [*workload(), *adjusted_workload()])
     assert_same(found[: len(workload())], expected())
@@ -153,8 +155,9 @@ def test_neighbours_keep_their_samples():
 
 @pytest.mark.parametrize(
     ("num_slots", "chunk_steps", "draft_tokens"),
-    [(4, 5, 3), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((3, 1, 0), (32, 16, 1)))],
+    [(4, 5, 3), (3, 1, 0), (32, 16, 1)],
 )
+@pytest.mark.slow
 def test_slots_chunks_and_drafts_do_not_matter(num_slots, chunk_steps, draft_tokens):
     speculation = SpeculationConfig(draft_tokens=draft_tokens)
     engine = engine_of(num_slots=num_slots, chunk_steps=chunk_steps, speculation=speculation)
@@ -170,6 +173,7 @@ def test_mesh_does_not_matter(sizes):
     assert_same(found, [*adjusted_samples(), *expected()])
 
 
+@pytest.mark.slow
 def test_preemption_and_resumption_do_not_matter(monkeypatch):
     want = adjusted_samples()
     monkeypatch.setattr("jaxrl_llm.config.kv_cache_sizing._PAGE_TOKENS", {"cpu": 8})
@@ -197,6 +201,7 @@ def test_preemption_and_resumption_do_not_matter(monkeypatch):
         assert partial[i].tokens + tokens == want[1][i].tokens
 
 
+@pytest.mark.slow
 def test_stop_strings_count_after_min_tokens():
     whole = expected()[0][2].tokens
     decode = lambda tokens: "".join(map(chr, tokens))  # noqa: E731

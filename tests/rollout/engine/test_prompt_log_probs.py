@@ -97,6 +97,7 @@ def test_ways_to_prefill_do_not_matter(case, monkeypatch):
     assert_same(found, expected())
 
 
+@pytest.mark.slow
 def test_a_continued_prompt_is_read_as_a_whole():
     engine = Engine(tiny.NETWORK, ONE, num_slots=4, max_tokens=LIMIT, chunk_steps=5)
     first = dataclasses.replace(workload()[3], retains_pages=True)
@@ -117,7 +118,7 @@ def test_a_continued_prompt_is_read_as_a_whole():
         )
         completions, num_read = run(again)
         check([again], [completions])
-        assert engine._pages.num_used == engine.programs.pages.num_pages_for(57) * 2
+        assert engine._pages.num_used == 3  # what is retained of the two other samples
         return completions[0].tokens, num_read
 
     tokens, num_read = continued(None)
