@@ -407,7 +407,7 @@ def token_statistics(
         "likeliest" returns 0, and as sum of squares 1 for each token that is an argmax, else 0.
       cap: Logits become `cap * tanh(logit / cap)` before the temperature; 0: they stay.
       listed: Other tokens whose log-probs are computed at each place; no token twice.
-      support: Tokens that each token was sampled from, itself among them, padded with -1; all others
+      support: Tokens that each token was sampled from, itself among them, padded with -1; others
         have probability 0 at its place, and their logits no gradient. Where only -1 stands, the
         support is the whole vocabulary.
       suppressed: Tokens of probability 0; all else is of the distribution over the others. Where

@@ -315,9 +315,7 @@ class _ActiveRequest:
                 prompt_log_probs=(progress.prompt_log_probs,) if progress.prompt_log_probs else (),
             )
             if self.generation.is_prompt_only:
-                piece = SampleDelta(
-                    finish_reason="length", prompt_log_probs=piece.prompt_log_probs
-                )
+                piece = SampleDelta(finish_reason="length", prompt_log_probs=piece.prompt_log_probs)
             yield index, piece
 
 

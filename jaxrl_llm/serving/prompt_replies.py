@@ -66,7 +66,9 @@ def prompt_log_probs(
     entries: list[Json | None] = [None]
     own = zip(tokens, log_probs.log_probs.tolist(), log_probs.ranks.tolist(), strict=True)
     tops = zip(log_probs.top_tokens.tolist(), log_probs.top_log_probs.tolist(), strict=True)
-    for (token, log_prob, rank), (ids, values) in itertools.islice(zip(own, tops), 1, None):
+    for (token, log_prob, rank), (ids, values) in itertools.islice(
+        zip(own, tops, strict=True), 1, None
+    ):
         likeliest = enumerate(zip(ids[:num_top], values[:num_top], strict=True), 1)
         by_token = {str(t): entry(t, p, number) for number, (t, p) in likeliest}
         entries.append({str(token): entry(token, log_prob, rank), **by_token})

@@ -342,7 +342,9 @@ class CompletionFormat:
 
     def _log_probs(self, piece: SampleDelta) -> Json:
         text = self._token_text
-        tops = [{text(t): json_log_prob(p) for t, p in reversed(top)} for top in piece.top_log_probs]
+        tops = [
+            {text(t): json_log_prob(p) for t, p in reversed(top)} for top in piece.top_log_probs
+        ]
         return {
             "tokens": [text(t) for t in piece.tokens],
             "token_logprobs": [json_log_prob(p) for p in piece.log_probs],
@@ -401,7 +403,11 @@ class ChatFormat(CompletionFormat):
     def _log_probs(self, piece: SampleDelta) -> Json:
         def entry(token: int, log_prob: float) -> Json:
             raw = list(self._names.bytes(token))
-            return {"token": self._token_text(token), "logprob": json_log_prob(log_prob), "bytes": raw}
+            return {
+                "token": self._token_text(token),
+                "logprob": json_log_prob(log_prob),
+                "bytes": raw,
+            }
 
         tops = piece.top_log_probs or ((),) * len(piece.tokens)
         content = [
@@ -409,4 +415,3 @@ class ChatFormat(CompletionFormat):
             for t, p, top in zip(piece.tokens, piece.log_probs, tops, strict=True)
         ]
         return {"content": content, "refusal": None}
-

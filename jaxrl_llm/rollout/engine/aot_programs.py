@@ -83,9 +83,7 @@ class IdleCalls(NamedTuple):
         tokens = host_inputs.chunked_prefill_inputs(
             [], [], rows, width, table, history_tokens=history_tokens
         )
-        return self.execute(
-            jitted.extend, params, state, tokens, samples, **self._outputs, **sizes
-        )
+        return self.execute(jitted.extend, params, state, tokens, samples, **self._outputs, **sizes)
 
     def move_and_release(self, params: Params, state: DecodeState) -> Any:
         """Moves no sample and frees no slot."""

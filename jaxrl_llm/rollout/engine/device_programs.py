@@ -413,7 +413,9 @@ def generate(
             num_support=num_support,
         )
         sampled += [*token_sampling.top_log_probs(flat, sampler, num_top), support]
-        drawn, log_probs, *tops_and_support = (a.reshape(num_slots, width, *a.shape[1:]) for a in sampled)
+        drawn, log_probs, *tops_and_support = (
+            a.reshape(num_slots, width, *a.shape[1:]) for a in sampled
+        )
         if draft_tokens:
             accepted = token_sampling.acceptance_mask(
                 drawn, drafts, live.stop_tokens, live.remaining

@@ -174,7 +174,7 @@ def _at_own_tokens(following: PromptLogProbs, width: int) -> PromptLogProbs:
 
     def shift(a: Array) -> Array:
         a = jnp.roll(a[:, :width], 1, axis=1)
-        a = a.reshape(-1, *a.shape[2:])
+        a = a.reshape(a.shape[0] * width, *a.shape[2:])
         return constrain(a, *[None] * a.ndim)
 
     return jax.tree.map(shift, following)
@@ -219,9 +219,7 @@ def _chunked_prefill(network, params, prompts, size, num_prompt_top):
     if num_prompt_top is not None:
         zeros = jnp.zeros(tokens.shape, jnp.float32)
         tops = jnp.zeros((*tokens.shape, num_prompt_top), jnp.float32)
-        log_probs = PromptLogProbs(
-            zeros, zeros.astype(jnp.int32), tops.astype(jnp.int32), tops
-        )
+        log_probs = PromptLogProbs(zeros, zeros.astype(jnp.int32), tops.astype(jnp.int32), tops)
 
     def process_chunk(i, carry):
         caches, last, routes, log_probs = carry

@@ -366,7 +366,6 @@ class RequestLimits:
             if not is_text(string):
                 yield f"stop string {string!r:.100} contains a lone surrogate; remove it"
 
-
     def _adjustment_problems(self, params: SamplingParams) -> Iterator[str]:
         biased = [token for token, _ in params.logit_bias]
         yield from self._token_problems("logit_bias", biased)

@@ -209,7 +209,9 @@ def test_stop_strings_count_after_min_tokens():
     stop = decode(whole[2:4])
     first = workload()[0]
 
-    def sample(min_tokens, stops=(stop, decode(whole[12:13]))):
+    stops = stop, decode(whole[12:13])
+
+    def sample(min_tokens):
         params = SamplingParams(20, stop_strings=stops, min_tokens=min_tokens)
         asked = dataclasses.replace(first, keys=first.keys[2:3], params=(params,))
         ((completion,),) = engine.generate(rollout_params(), [asked])
@@ -221,7 +223,9 @@ def test_stop_strings_count_after_min_tokens():
     assert sample(20) == 20
 
 
-@pytest.mark.parametrize(("seen", "min_tokens", "end"), [(0, 0, 2), (1, 1, 2), (0, 2, 5), (4, 4, 5)])
+@pytest.mark.parametrize(
+    ("seen", "min_tokens", "end"), [(0, 0, 2), (1, 1, 2), (0, 2, 5), (4, 4, 5)]
+)
 def test_stop_strings_complete_before_min_tokens_are_ignored(seen, min_tokens, end):
     decode = lambda tokens: "".join("abc"[t] for t in tokens)  # noqa: E731
     tokens = [0, 1, 2, 0, 1]
@@ -232,7 +236,10 @@ def test_stop_strings_complete_before_min_tokens_are_ignored(seen, min_tokens, e
 @pytest.mark.parametrize(
     ("extra", "problem"),
     [
-        ({"logit_bias": ((VOCAB, 1.0),)}, "logit_bias: token id 96 is outside the vocabulary of 96"),
+        (
+            {"logit_bias": ((VOCAB, 1.0),)},
+            "logit_bias: token id 96 is outside the vocabulary of 96",
+        ),
         ({"logit_bias": ((1, 1.0), (1, 2.0))}, "logit_bias: a token stands twice"),
         ({"logit_bias": ((1, 100.5),)}, r"logit_bias of token 1 must be in \[-100, 100\]"),
         ({"logit_bias": ((1, float("nan")),)}, "got nan"),

@@ -63,6 +63,7 @@ def check(requests, completions):
                     assert ours.log_probs[i + 1] == ours.top_log_probs[i + 1, 0]
 
 
+@pytest.mark.slow
 def test_log_probs_are_those_of_one_pass():
     engine = engine_of()
     found = engine.generate(rollout_params(), asked())
@@ -123,10 +124,10 @@ def test_a_continued_prompt_is_read_as_a_whole():
 
     tokens, num_read = continued(None)
     assert num_read == 1
-    assert continued(2) == (tokens, len(first.tokens) + 25)
+    assert continued(2) == (tokens, len(first.tokens) + 20)
 
 
 @pytest.mark.parametrize("top", [-1, 33, 1.5])
 def test_bad_numbers_are_refused(top):
-    with pytest.raises(RequestError, match="num_prompt_top=.* must lie between 0 and 32"):
+    with pytest.raises(RequestError, match=r"num_prompt_top=.* must lie between 0 and 32"):
         engine_of().submit(dataclasses.replace(workload()[0], num_prompt_top=top))
