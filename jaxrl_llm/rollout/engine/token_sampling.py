@@ -27,7 +27,8 @@ class SamplerState:
     top_k: Int[Array, " S"]  # 0: off
     top_p: Float[Array, " S"]  # 1: off
     min_p: Float[Array, " S"]  # 0: off
-    support_tokens: Int[Array, " S"]  # `SamplingParams.support_tokens`; 0: off
+    # `SamplingParams.support_tokens`, 0: off; None: off for all rows
+    support_tokens: Int[Array, " S"] | None = None
 
 
 def sample(
@@ -70,7 +71,7 @@ def sample_with_support(
     total = mass.sum(-1)
     filtered_mass = _filter(mass, sampler) if filtered else mass
     support = jnp.zeros((len(positions), 0), jnp.int32)
-    if num_support:
+    if num_support and sampler.support_tokens is not None:
         largest, ids = lax.top_k(filtered_mass, num_support)
         is_kept = (jnp.arange(num_support) < sampler.support_tokens[:, None]) & (largest > 0)
         rows, vocab_size = jnp.arange(len(ids))[:, None], mass.shape[-1]
