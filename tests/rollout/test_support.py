@@ -20,8 +20,10 @@ from jaxrl_llm.packing import packed_batch, token_fields
 from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.engine import token_sampling
 from jaxrl_llm.rollout.engine.engine import Engine
-from jaxrl_llm.rollout.engine.requests import RequestError, SamplingParams
+from jaxrl_llm.rollout.engine.requests import Completion, RequestError, SamplingParams
 from jaxrl_llm.rollout.engine.token_sampling import SamplerState
+from jaxrl_llm.rollout.episode_runner import EpisodeSequence
+from jaxrl_llm.sampling import async_checkpoint
 from jaxrl_llm.types import Prompt, PromptBatch, Weights
 
 TOKENIZER = character_tokenizer()
@@ -108,7 +110,7 @@ def sampled(turns):
     )
     if turns:
         params = tuple(dataclasses.replace(p, stop_strings=("#",)) for p in params)
-    rows = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in ("ask", "and more")]
+    rows = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in ("ask " * 6, "and more" * 3)]
     prompts = PromptBatch(
         tuple(Prompt(tuple(ids), "", "test", None, {}, i) for i, ids in enumerate(rows))
     )
@@ -125,13 +127,13 @@ def sampled(turns):
 
 
 def trained(rollouts, max_tokens, shares):
-    """Log-probs of the trainer, by sequence, and the gradient of their sum."""
-    packer = Packer(max_tokens, 1, attention_parity=100 if shares else 0)
+    """Log-probs of the trainer, by sequence."""
+    packer = Packer(max_tokens, 1, attention_parity=10_000 if shares else 0)
     packed = packer.pack_rollouts(rollouts, None, shared_prompts(rollouts))
     assert not shares or (packed.microbatches.prefix_lengths > 0).any()
     packed = token_fields.with_fields(packed, ONE, support=rollouts.support)
-    forward = predict.ForwardSpec(NETWORK, rollouts.tokens)
-    width = rollouts.tokens.shape[1]
+    forward = predict.ForwardSpec(NETWORK, jnp.asarray(rollouts.tokens))
+    lengths, width = jnp.asarray(rollouts.lengths), rollouts.tokens.shape[1]
 
     @jax.jit
     def score(params, packed):
@@ -139,7 +141,7 @@ def trained(rollouts, max_tokens, shares):
             statistics = forward.run(params, microbatch).token_statistics(
                 entropy="none", temperature=TEMPERATURE
             )
-            return microbatch.to_sequences(statistics.log_probs, rollouts.lengths, width)
+            return microbatch.to_sequences(statistics.log_probs, lengths, width)
 
         return packed_batch.map_to_sequences(packed, of_microbatch, *rollouts.tokens.shape)
 
@@ -185,3 +187,23 @@ def test_neighbours_and_evaluations_keep_their_samples():
     assert expected()[0][0].support == []
     with pytest.raises(RequestError, match=r"support_tokens=97 .* must lie between 0 and 96"):
         engine_of().submit(request(random, 3, [SamplingParams(1, support_tokens=97)], 0))
+
+
+def test_checkpoints_keep_supports():
+    prompt = Prompt((5, 6), "", "test", None, {}, 0)
+    params = SamplingParams(8, support_tokens=3)
+    sequence = EpisodeSequence(0, prompt.tokens, params, np.zeros(2, np.uint32))
+    support = [np.array([[7, 9, -1]], np.int32), np.array([[8, 2, 4], [1, 2, 3]], np.int32)]
+    # The last support is of a token after a stop string.
+    sequence.append_turn(Completion([7, 8], [-0.5, -1.0], [0, 0], support=support))
+    sequence.append_reply([5])
+    want = [[7, 9, -1], [8, 2, 4], [-1, -1, -1]]
+    assert sequence.support.tolist() == want
+    group = async_checkpoint.PromptGroup(prompt, 0, 1)
+    text = async_checkpoint.to_text(0, group, [(sequence, False)])
+    _, _, ((restored, _),) = async_checkpoint.from_text(text, [params])
+    assert restored.support.tolist() == want and restored.tokens == [7, 8, 5]
+    before = async_checkpoint.from_text(
+        text.replace("max_support", "unknown"), [params]
+    )  # of a version without supports
+    assert before[2][0][0].support is None
