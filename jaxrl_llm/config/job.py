@@ -214,7 +214,7 @@ class PolicyConfig(SupervisedConfig):
 
     # The evaluation has its own.
     unread = SupervisedConfig.unread.union(
-        f"rollout.{name}" for name in ("temperature", "top_k", "top_p", "min_p")
+        f"rollout.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "support_tokens")
     )
 
     def rules(self) -> Problems:
@@ -447,6 +447,9 @@ class RLConfig(JobConfig):
         if self.rollout.temperature == 0 and self.algorithm.samples_per_prompt > 1:
             message = "0 (greedy) makes all samples of a prompt the same; set it above 0"
             yield "rollout.temperature", message
+        if (size := self.rollout.support_tokens) and self.distillation.teachers:
+            message = f"{size}, but teachers' log-probs are of the whole vocabulary; set it to 0"
+            yield "rollout.support_tokens", message
         yield from _frozen_bias_problems(self.router, self.lora)
         if self.algorithm.safe and not (self.rewards.cost_functions or self.rewards.cost_models):
             message = "algorithm.safe needs a cost: add cost_models or cost_functions"

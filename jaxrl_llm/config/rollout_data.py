@@ -22,6 +22,7 @@ from jaxrl_llm.config.validation import (
 # The lowest temperature above 0 (greedy). Float32 logits have an error of about 2e-6, which at
 # lower temperatures would decide which token is sampled.
 MIN_TEMPERATURE = 1e-4
+MAX_SUPPORT_TOKENS = 1024
 NUM_PRODUCTS = 90 * 90  # pairs of two-digit numbers
 PREFILL_CHUNK_TOKENS = 2048  # chunked prefill: maximum tokens of a prompt in one pass
 Temperature = Annotated[float, Range(f"0 or [{MIN_TEMPERATURE}, 1000]", "0: greedy")]
@@ -226,6 +227,10 @@ class RolloutConfig(ConfigGroup):
     top_k: Annotated[int, Range("[0, 2147483647]", "0: off")] = 0
     top_p: Annotated[float, Range("(0, 1]")] = 1.0
     min_p: Annotated[float, Range("[0, 1)")] = 0.0
+    # Draw each token among at most so many of the likeliest that top_k, top_p and min_p keep, and
+    # train with log-probs renormalized over these (the "keep sampling mask" of arXiv:2512.02556).
+    # 0: among all that they keep, while log-probs are of the whole vocabulary.
+    support_tokens: Annotated[int, Range(f"[0, {MAX_SUPPORT_TOKENS}]", "0: off")] = 0
     stop_tokens: tuple[Token, ...] = ()  # besides the tokenizer's end of sequence
     stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one
     # Never sample token ids without a text: those that the tokenizer lacks (padded vocabularies)

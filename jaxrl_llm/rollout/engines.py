@@ -110,6 +110,9 @@ def _needs(
     for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         if (value := getattr(rollout, name)) != off:
             yield "filtered_sampling", setting(f"rollout.{name}", value), f"set it to {off}"
+    if support_tokens := rollout.support_tokens:
+        where = setting("rollout.support_tokens", support_tokens)
+        yield "sampling_support", where, "set it to 0"
     if evaluation.is_enabled and evaluation.top_p != 1.0:
         where = setting("evaluation.top_p", evaluation.top_p)
         yield "filtered_sampling", where, "set it to 1.0"

@@ -80,6 +80,8 @@ class EpisodeSequence:
     versions: list[int] = dataclasses.field(default_factory=list)
     stopped: bool = False
     routes: np.ndarray | None = None  # of prompt and tokens, see `Rollouts.routed_experts`
+    # [tokens, support_tokens], of `tokens`, see `Rollouts.support`
+    support: np.ndarray | None = None
     last_turn: tuple[int, int] = (0, 0)  # its last turn: request number, index of the sample in it
 
     @property
@@ -100,6 +102,8 @@ class EpisodeSequence:
         self.stopped = sampled.is_stopped
         if sampled.routes:
             self.routes = np.concatenate(sampled.routes)[: len(self.prompt) + len(self.tokens)]
+        if sampled.support:
+            self._append_support(np.concatenate(sampled.support)[: len(sampled.tokens)])
 
     def append_reply(self, tokens: Several[int], images: Several[PromptImage] = ()) -> None:
         """Appends the reply to a turn; image positions are relative to `tokens`."""
@@ -109,6 +113,12 @@ class EpisodeSequence:
         self.sampled += [False] * count
         self.log_probs += [0.0] * count
         self.versions += [0] * count
+        if self.support is not None:
+            self._append_support(np.full((count, self.support.shape[1]), -1, np.int32))
+
+    def _append_support(self, support: np.ndarray) -> None:
+        parts = [support] if self.support is None else [self.support, support]
+        self.support = np.concatenate(parts)
 
     def routes_so_far(self) -> np.ndarray | None:
         """Expert routes of all tokens so far, -1 where unknown."""

@@ -11,7 +11,7 @@ import jax
 from absl import logging
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.config import RLConfig, RolloutConfig
+from jaxrl_llm.config import ConfigError, RLConfig, RolloutConfig
 from jaxrl_llm.learner import job_models
 from jaxrl_llm.learner.job_models import Models
 from jaxrl_llm.metrics.timers import Clock
@@ -166,6 +166,12 @@ def check(config: RLConfig, models: Models) -> None:
         reads_images=models.image_feature_cache is not None,
         num_processes=jax.process_count(),
     )
+    size, vocab_size = config.rollout.support_tokens, models.policy.shape.vocab_size
+    if size > vocab_size:
+        raise ConfigError(
+            f"config.rollout.support_tokens: {size}, but the model has {vocab_size} tokens; use"
+            " less, or 0"
+        )
     if config.rollout.engine not in engines.ENGINES:
         make_sampler(config, models, {})
 

@@ -219,7 +219,7 @@ class _Detokenizers:
         needs_special = expected and (expected.call_format or self._hides_marks)
         decode = self._with_special if needs_special else self._plain
         return [
-            IncrementalDetokenizer(decode, p.stop_tokens, p.stop_strings)
+            IncrementalDetokenizer(decode, p.stop_tokens, p.stop_strings, p.min_tokens)
             for p in generation.sampling_params
         ]
 
@@ -312,7 +312,10 @@ class _ActiveRequest:
                 calls=calls,
                 reasoning=reasoning,
                 stop_string=transcripts[index].stop_string,
+                prompt_log_probs=(progress.prompt_log_probs,) if progress.prompt_log_probs else (),
             )
+            if self.generation.is_prompt_only:
+                piece = SampleDelta(finish_reason="length", prompt_log_probs=piece.prompt_log_probs)
             yield index, piece
 
 
