@@ -305,4 +305,3 @@ def client_message(parse, tokens, stopped):
         for number, call in enumerate(message.get("tool_calls", ()))
     ]
     return {**message, "tool_calls": calls} if calls else dict(message)
-

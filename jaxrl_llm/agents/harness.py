@@ -167,4 +167,3 @@ def _reward(value: Any) -> float | None:
     if isinstance(value, Mapping):
         value = value.get("reward")
     return None if value is None else finite_reward(value)
-

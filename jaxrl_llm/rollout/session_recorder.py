@@ -1,10 +1,10 @@
 """Joins the requests of a session into training sequences, by their token ids alone.
 
-A session is what one run of a black-box agent asks of the policy. A request whose prompt begins with
-all tokens of a sequence continues it: the tokens in between were appended by the agent. Any other
-request (a retry, an edited history, a sub-agent, a second call at the same time) begins a branch, a
-sequence of its own. So each sampled token is in the response mask of exactly one sequence, however
-often it occurs in later prompts.
+A session holds what one run of a black-box agent asks of the policy. A request whose prompt begins
+with all tokens of a sequence continues it: the tokens in between were appended by the agent. Any
+other request (a retry, an edited history, a sub-agent, a second call at the same time) begins a
+branch, a sequence of its own. So each sampled token is in the response mask of exactly one
+sequence, however often it occurs in later prompts.
 """
 
 import hashlib
@@ -102,7 +102,7 @@ class SessionRecorder:
 def session_keys(
     episode_key: np.ndarray, prompt: Sequence[int], occurrence: int, count: int
 ) -> np.ndarray:
-    """Raw random keys [count, 2] of the samples of a request; see `SessionRecorder.request_keys`."""
+    """Raw random keys [count, 2] of a request's samples; see `SessionRecorder.request_keys`."""
     content = np.asarray([*np.asarray(episode_key).tolist(), occurrence, *prompt], "<i8").tobytes()
     digests = (
         hashlib.blake2b(content, digest_size=8, salt=index.to_bytes(8, "little")).digest()

@@ -109,7 +109,7 @@ class SessionRunner:
             self._wave.start(prompt, number + i)
 
     def step(self, weights: Weights, *, ahead: bool = False) -> list[int]:
-        """Runs one engine chunk and handles the events of sessions; returns the episodes that ended.
+        """Runs an engine chunk and handles the events of sessions; returns the episodes that ended.
 
         `ahead` is without effect: a request may come at any time.
         """
@@ -212,9 +212,7 @@ class SessionRunner:
         tokens = (*first.request.prompt, *first.earlier.tokens)
         num_partial = len(first.earlier.tokens)
         is_alone = len(samples) == 1
-        params = dataclasses.replace(
-            first.params, max_tokens=first.params.max_tokens - num_partial
-        )
+        params = dataclasses.replace(first.params, max_tokens=first.params.max_tokens - num_partial)
         request = Request(
             tokens,
             np.stack([sample.key for sample in samples]),

@@ -1,9 +1,9 @@
 """The dialogues of a session, and the token ids of the replies in them.
 
-Clients send text. A reply of the policy that comes back in a later request is found here by what was
-returned to the client, and the prompt of that request is built from the ids that were sampled and
-the tokens that the chat template adds after them (`agents/template_delta.py`). So a reply is never
-tokenized again, whatever the client did to its white space, its JSON or its thinking.
+Clients send text. A reply of the policy that comes back in a later request is recognized by what
+was returned to the client, and the prompt of that request is built from the ids that were sampled
+and the tokens that the chat template adds after them (`agents/template_delta.py`). So a reply is
+never tokenized again, whatever the client did to its white space, its JSON or its thinking.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.agents import template_delta
-from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.tokenizer import Message
 from jaxrl_llm.serving.protocol import ChatPrompt
 
@@ -166,7 +165,7 @@ def is_same_reply(sampled: Message, returned: Message) -> bool:
     text may be missing beside calls.
 
     >>> call = lambda **arguments: [{"function": {"name": "add", "arguments": arguments}}]
-    >>> sampled = {"content": "Let me see.", "reasoning_content": "Hm", "tool_calls": call(a=1, b=2)}
+    >>> sampled = {"content": "Let me see.", "tool_calls": call(a=1, b=2)}
     >>> is_same_reply(sampled, {"content": "", "tool_calls": call(b=2, a=1.0)})
     True
     >>> is_same_reply(sampled, {"content": "Let me see.", "tool_calls": call(a=1, b=3)})

@@ -1,7 +1,7 @@
-"""Black-box agents of all episodes, on all hosts: their processes, and the sessions they sample in.
+"""Black-box agents of all episodes, on all hosts: their processes, and their sessions.
 
-Each host runs the agents of its own share of the episodes and serves their sessions. What happens in
-them is exchanged between hosts, so that all engines get the same requests in the same order.
+Each host runs the agents of its own share of the episodes and serves their sessions. What happens
+in them is exchanged between hosts, so that all engines get the same requests in the same order.
 """
 
 import collections

@@ -1,6 +1,6 @@
 """One session: the requests of a black-box agent in one episode, seen from the HTTP server.
 
-Handlers of the server submit requests in its event loop and tokenizer thread; the loop of the engine
+Handlers of the server submit requests in its event loop and tokenizer thread; the engine loop
 delivers tokens from the main thread.
 """
 

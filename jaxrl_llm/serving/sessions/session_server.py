@@ -20,9 +20,9 @@ from jaxrl_llm.rollout.engine.requests import Request
 from jaxrl_llm.rollout.session_host import SessionEvent
 from jaxrl_llm.serving import messages_api
 from jaxrl_llm.serving.app import make_app
-from jaxrl_llm.serving.driver import RequestRejected, SampleEvent, Ticket
+from jaxrl_llm.serving.driver import SampleEvent, Ticket
 from jaxrl_llm.serving.metrics import Metrics
-from jaxrl_llm.serving.protocol import ApiError, ChatPrompt, ServedModel
+from jaxrl_llm.serving.protocol import ApiError, ServedModel
 from jaxrl_llm.serving.server import bind_socket
 from jaxrl_llm.serving.sessions.session import ReplyParser, Session
 

@@ -88,7 +88,7 @@ def hostile(row, base_url):
     """Bad requests; the statuses are what the test expects."""
     url = f"{base_url}/chat/completions"
     good = {"model": "m", "messages": row["prompt"]}
-    address, _, tail = base_url.rpartition("/session/")
+    address, _, _ = base_url.rpartition("/session/")
     other = f"{address}/session/{'0' * 32}/v1/chat/completions"
     statuses = [
         post(url, b"{")[0],

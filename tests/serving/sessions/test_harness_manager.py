@@ -1,4 +1,4 @@
-"""Harnesses of all kinds against a run's server: what they sampled, and what their failure costs."""
+"""Harnesses of all kinds against the server of a run: their samples, and what failures cost."""
 
 import dataclasses
 import pathlib
@@ -21,9 +21,7 @@ from jaxrl_llm.types import Prompt, Weights
 FOLDER = pathlib.Path(__file__).parent
 TOKENIZER = serving_model.byte_tokenizer(session_agents.TEMPLATE)
 EOS = TOKENIZER.eos_token_id
-SERVED = ServedModel(
-    "m", TOKENIZER, (EOS,), len(TOKENIZER), max_tokens=2000, call_format="hermes"
-)
+SERVED = ServedModel("m", TOKENIZER, (EOS,), len(TOKENIZER), max_tokens=2000, call_format="hermes")
 MESSAGES = ({"role": "user", "content": "What is 1 + 1?"},)
 PROMPT = Prompt((5, 6), "", "test", "2", {"number": 7}, 0, MESSAGES)
 
@@ -49,7 +47,7 @@ def played(harness, count=2, max_tokens=10_000, judged=(), **settings):
 
 
 def test_a_function_of_two_turns_is_one_sequence():
-    sequences, logs, engine = played("by_urllib")
+    sequences, logs, _ = played("by_urllib")
     for episode, log in zip(sequences, logs, strict=True):
         (sequence,) = episode
         assert log.reward == 7 and log.environment == "harness"
@@ -103,7 +101,7 @@ def test_limits_of_time_tokens_and_requests():
 
 
 def test_coroutines_share_a_process_and_parallel_calls_branch():
-    sequences, logs, engine = played("many_at_once", count=6, episodes_per_process=3)
+    sequences, logs, _ = played("many_at_once", count=6, episodes_per_process=3)
     assert [log.reward for log in logs] == [1.0] * 6
     assert all(len(episode) == 3 for episode in sequences)
     # Three different samples of one prompt.
@@ -111,9 +109,9 @@ def test_coroutines_share_a_process_and_parallel_calls_branch():
 
 
 def test_what_cannot_work_is_named_before_or_at_the_first_row():
-    with pytest.raises(AgentError, match="cannot be used: .*no_such"):
+    with pytest.raises(AgentError, match=r"cannot be used: .*no_such"):
         played("no_such")
-    with pytest.raises(AgentError, match="'no_such_program.x' is not found"):
+    with pytest.raises(AgentError, match=r"'no_such_program\.x' is not found"):
         played("no_such_program.x --flag")
     with pytest.raises(AgentError, match="returned no reward for row 0"):
         played("by_openai", judged=("other",))

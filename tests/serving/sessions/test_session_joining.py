@@ -20,9 +20,7 @@ from jaxrl_llm.types import Prompt, PromptBatch, Weights
 
 TOKENIZER = serving_model.byte_tokenizer(session_agents.TEMPLATE)
 EOS = TOKENIZER.eos_token_id
-SERVED = ServedModel(
-    "m", TOKENIZER, (EOS,), len(TOKENIZER), max_tokens=4000, call_format="hermes"
-)
+SERVED = ServedModel("m", TOKENIZER, (EOS,), len(TOKENIZER), max_tokens=4000, call_format="hermes")
 PROMPT = Prompt((5, 6), "", "", None, {}, 0)
 
 
