@@ -1,8 +1,9 @@
-"""GRPO of a black-box agent with a calculator: `agent_calculator_tiny`, minutes on two CPU cores.
+"""GRPO of a black-box agent: a random model of 0.4M parameters, minutes on two CPU cores.
 
-The agent is the function `solve` below. It is any program that speaks to an address: it could use
-the client of OpenAI or Anthropic, or a framework for agents, or be a command in another language.
-The run serves the policy to it, one address for each episode, and learns from what it sampled.
+The task and the sizes are those of `agent_calculator_tiny`, but the agent is a function, `solve`,
+that keeps the dialogue and calls the tool itself. It could use the client of OpenAI or Anthropic, or
+a framework for agents, or be a command in another language: the run serves the policy to it, at an
+address for each episode, and learns from what it sampled. The run needs no files.
 """
 
 import json

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from jaxrl_llm.config.validation import ConfigGroup, Count, File, Name, Problems, Range, Real
@@ -12,6 +12,10 @@ ADAPTERS = ("gymnasium", "mcp", "openenv", "verifiers")
 BUILTIN_TOOLS = ("calculator", "python", "search")
 # Values of a row's `agent_name` that mean: tools and no environment; one answer without either.
 TOOLS_ALONE, SINGLE_TURN = "tool_agent", "single_turn_agent"
+# Settings without effect on a harness, and those without effect on tools and environments.
+_TOOL_FIELDS = ("default", "max_turns", "max_calls", "max_result_characters", "cut_results")
+_TOOL_FIELDS += ("timeout_s", "max_tool_s", "corpus")
+_HARNESS_FIELDS = ("harness_timeout_s", "max_requests", "max_harness_processes", "failure_reward")
 _FUNCTION_PATH = re.compile(r"[^\s:]+:[A-Za-z_]\w*")
 
 
@@ -89,6 +93,14 @@ class AgentConfig(ConfigGroup):
     def is_command(self) -> bool:
         """Whether `harness` is a command line, not a function."""
         return bool(self.harness) and not _FUNCTION_PATH.fullmatch(self.harness)
+
+    def warnings(self) -> Iterator[str]:
+        """Settings of the other kind of agent."""
+        reason = "a harness has its own tools" if self.harness else "there is no agent.harness"
+        idle = _TOOL_FIELDS if self.harness else _HARNESS_FIELDS
+        for name in idle:
+            if getattr(self, name) != getattr(AgentConfig(), name):
+                yield f"config.agent.{name}: no effect, {reason}"
 
     def environment_for(self, agent_name: str) -> str:
         """Name of the environment of a row, by its `agent_name`; "": tools alone."""

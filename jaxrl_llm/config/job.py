@@ -518,6 +518,7 @@ class RLConfig(JobConfig):
         longest = self.rollout.max_response_tokens
         yield from warnings.algorithm_warnings(algorithm, longest)
         yield from warnings.reward_warnings(self.rewards, self.agent.gives_rewards)
+        yield from self.agent.warnings()
         distillation, default = self.distillation, DistillationConfig()
         for name in ("loss", "coef", "top_k"):
             read = distillation.loss == "forward_kl" if name == "top_k" else True
