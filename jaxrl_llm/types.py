@@ -109,6 +109,10 @@ class EpisodeLog:
     errors: Counter[str] = dataclasses.field(default_factory=Counter)  # by kind
     seconds: float = 0.0  # spent in tool calls and environment steps
     num_rewritten: int = 0  # times the template rewrote history, which starts a new sequence
+    # Of a black-box agent:
+    num_branches: int = 0  # sequences beyond the first
+    num_unmatched: int = 0  # replies that came back changed, so that a branch began
+    num_requests: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

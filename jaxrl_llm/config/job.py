@@ -384,7 +384,7 @@ class RLConfig(JobConfig):
     @property
     def environment_sources(self) -> frozenset[str]:
         """Data sources whose rows are scored by environments; "*": all."""
-        return frozenset("*" if self.agent.environments else "")
+        return frozenset("*" if self.agent.gives_rewards else "")
 
     @property
     def sources_without_rewards(self) -> frozenset[str]:
@@ -491,7 +491,7 @@ class RLConfig(JobConfig):
                     yield f"rewards.{group}.{name}.pairs", f"{message}, name files of them"
 
     def _teacher_rules(self) -> Problems:
-        if self.rewards.functions or self.rewards.models or self.agent.environments:
+        if self.rewards.functions or self.rewards.models or self.agent.gives_rewards:
             return
         if not self.distillation.teachers:
             message = "no reward at all; add rewards.functions or rewards.models, or"
@@ -520,7 +520,8 @@ class RLConfig(JobConfig):
         yield from warnings.sampling_warnings(self.rollout)
         longest = self.rollout.max_response_tokens
         yield from warnings.algorithm_warnings(algorithm, longest)
-        yield from warnings.reward_warnings(self.rewards, bool(self.agent.environments))
+        yield from warnings.reward_warnings(self.rewards, self.agent.gives_rewards)
+        yield from self.agent.warnings()
         distillation, default = self.distillation, DistillationConfig()
         for name in ("loss", "coef", "top_k"):
             read = distillation.loss == "forward_kl" if name == "top_k" else True

@@ -22,6 +22,7 @@ RESUMABLE = (
     "rollout.speculation",
     "rewards.num_workers", "rewards.timeout_s", "rewards.memory_gib", "rewards.environment",
     "rewards.ray_workers", "agent.ray_workers", "agent.num_processes", "agent.memory_gib",
+    "agent.harness_timeout_s", "agent.max_harness_processes",
 )  # fmt: skip
 
 # Written last into a checkpoint folder (`checkpoint/seal.py`); a folder with it is complete.

@@ -22,6 +22,8 @@ from jaxrl_llm.rollout.engine import host_inputs, kv_cache
 from jaxrl_llm.rollout.engine.requests import EngineStatistics, SamplingParams
 from jaxrl_llm.rollout.engine_api import EngineArgs, SamplingEngine
 from jaxrl_llm.rollout.episode_runner import EpisodeEnvironment
+from jaxrl_llm.rollout.session_host import SessionHost
+from jaxrl_llm.rollout.session_runner import session_rollouts
 from jaxrl_llm.sharding import device_pools
 from jaxrl_llm.sharding.reshard import Resharder
 from jaxrl_llm.types import PromptBatch, Rollouts, Weights
@@ -36,7 +38,8 @@ class PolicySampler:
     engine_args: EngineArgs  # to build engines of other sizes
     resharder: Resharder  # from the training layout to the rollout layout
     base: Params  # frozen weights under the adapters; empty without adapters
-    world: EpisodeEnvironment | None = None  # environments and tools; None: single-turn
+    # Environments and tools, or black-box agents; None: single-turn.
+    world: EpisodeEnvironment | SessionHost | None = None
     max_turn_tokens: int = 0  # in episodes; 0: the limit of the whole response
     is_async: bool = False  # asynchronous: samples of later steps are drawn during training
     retains_old_weights: bool = False  # old weights stay usable after an update
@@ -75,6 +78,10 @@ class PolicySampler:
         if gallery is not None:  # batched: few calls of the vision encoder
             gallery.features(image for prompt in prompts.prompts for image in prompt.images)
         see = None if gallery is None else gallery.image_inputs
+        if isinstance(self.world, SessionHost):
+            return session_rollouts(
+                self.engine, weights, tokenizer, prompts, samples, key, self.world, turn
+            )
         return episodes.rollout(
             self.engine, weights, tokenizer, prompts, samples, key, self.world, turn, ended, see
         )
@@ -180,7 +187,7 @@ def make_sampler(
     config: RLConfig,
     models: Models,
     base: Params,
-    world: EpisodeEnvironment | None = None,
+    world: EpisodeEnvironment | SessionHost | None = None,
     longest_prompt: int = 0,
 ) -> PolicySampler:
     """Builds the sampler of a run without compiling or allocating; arguments as in `PolicySampler`.

@@ -56,6 +56,17 @@ class ApiError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
+class ChatPrompt:
+    """A dialogue of a client and its rendering, before it is tokenized."""
+
+    messages: Sequence[Mapping[str, Any]]  # in the form for the chat template
+    options: Mapping[str, Any]  # `tools` and other variables of the template
+    text: str
+    call_start: str = ""  # behind the text: the beginning of a call that is forced
+    uses_template: bool = True  # False: contents joined by newlines
+
+
+@dataclasses.dataclass(frozen=True)
 class ServedModel:
     """The served model, without its weights."""
 
@@ -71,6 +82,10 @@ class ServedModel:
     image_inputs: Callable[[Sequence[PromptImage], int], ImageInputs | None] = (
         lambda images, num_tokens: None
     )
+    # The tokens of a dialogue; None: those of its text. Sessions of training runs put in the ids of
+    # replies that were sampled (`sessions/dialogue_tree.py`). Called from one thread.
+    tokenize_chat: Callable[[ChatPrompt], tuple[int, ...]] | None = None
+    answers_any_name: bool = False  # whatever model a request names
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,6 +93,7 @@ SAMPLED = {"evaluation.temperature": 1.0}
 MATH = {"rewards.functions": {"NAME": {"function": "math"}}}
 TOOLS = {"agent.tools": ("calculator",)}
 SEARCH = {"agent.tools": ("search",), "agent.corpus": "passages.jsonl"}
+HARNESS = {"agent.harness": "agent.py:solve"}
 WORLD = {"agent.environments": {"NAME": {"environment": "games:Game", "address": "here"}}}
 TAUGHT = {"distillation.teachers": {"NAME": {"path": "nowhere"}}}
 TAUGHT_KL = TAUGHT | {"distillation.loss": "forward_kl"}
@@ -254,6 +255,9 @@ agents TOOLS: agent.tools=('python',) agent.call_format=hermes agent.max_turns=2
 agents WORLD: agent.environments.NAME.environment=other:Class agent.environments.NAME.address
     agent.default=tool_agent
 agents SEARCH: agent.corpus
+agents HARNESS: agent.harness=other.py:solve agent.harness_timeout_s
+    agent.max_harness_processes=2
+sessions HARNESS: agent.max_requests=1 agent.failure_reward
 estimates: algorithm.advantage=rloo algorithm.gamma algorithm.gae_lambda algorithm.kl_in=none
     algorithm.kl_estimator=k3 algorithm.kl_coef=0.1 algorithm.kl_controller algorithm.mask_truncated
 estimates GROUPS: algorithm.group_std
