@@ -10,7 +10,7 @@ from engine_work import LIMIT, NETWORKS, ONE, assert_same, made, rollout_params
 
 from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rollout.engine import aot_programs
+from jaxrl_llm.rollout.engine import aot_programs, host_inputs
 from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
 
@@ -20,7 +20,9 @@ PAGE = 8
 @pytest.fixture
 def small_pages(monkeypatch):
     monkeypatch.setattr("jaxrl_llm.config.kv_cache_sizing._PAGE_TOKENS", {"cpu": PAGE})
-    monkeypatch.setattr("jaxrl_llm.rollout.engine.host_inputs.MIN_WIDTH", LIMIT)
+    monkeypatch.setattr(host_inputs, "MIN_WIDTH", LIMIT)
+    monkeypatch.setattr(host_inputs, "_CONTINUATION_SHAPES", ((8, PAGE), (8, 32)))
+    monkeypatch.setattr(host_inputs, "_FEW_PROMPTS_SHAPES", ((2, 32),))
 
 
 def engine_with(num_slots=8, mesh=ONE, shape=tiny.SHAPE, max_tokens=LIMIT, draft_tokens=0, **args):
@@ -193,14 +195,15 @@ def test_new_weights_read_no_old_pages(small_pages):
     assert_same(found, engine_with(4).generate(new, [asked[0], more]))
 
 
-def test_a_preempted_sample_finds_its_pages_again(small_pages):
-    asked = [Request((4 + i,) * 9, keys_of(i), (SamplingParams(50),)) for i in range(3)]
+def test_a_preempted_sample_reads_what_others_still_hold(small_pages):
+    prompts = [(*range(4, 28), 30 + i) for i in range(3)]
+    asked = [Request(p, keys_of(i), (SamplingParams(39),)) for i, p in enumerate(prompts)]
     params = rollout_params()
     engine, whole = (
         engine_with(3, prefix_caching=caching, cache_tokens=2 * LIMIT) for caching in (True, False)
     )
     assert_same(engine.generate(params, asked), whole.generate(params, asked))
-    assert engine.statistics.num_preemptions == whole.statistics.num_preemptions > 0
+    assert engine.statistics.num_preemptions > 0 and whole.statistics.num_preemptions > 0
     assert 0 < engine.statistics.recomputed_tokens < whole.statistics.recomputed_tokens
 
 

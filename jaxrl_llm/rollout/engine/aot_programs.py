@@ -119,7 +119,7 @@ def _decode_programs(jitted: EnginePrograms, filters: Sequence[bool]) -> list[Pr
 
 
 def _chunked_prefill_programs(jitted: EnginePrograms, filters: Sequence[bool]) -> list[Program]:
-    shapes = host_inputs.chunked_prefill_shapes(jitted.num_slots)
+    shapes = jitted.extend_shapes
     return [
         Program(
             f"reading {width} tokens after {window} in {rows} slots{_suffix(filtered)}",

@@ -95,12 +95,13 @@ class Engine:
             speculation=speculation,
             keeps_routes=keeps_routes,
             cache_tokens=cache_tokens,
+            prefix_caching=prefix_caching,
         )
         self.limits = RequestLimits.for_network(
             network, max_tokens, decode, self.programs.num_routes
         )
         self.prompt_shapes = prompt_shapes
-        self.prefix_caching = prefix_caching and not self.programs.num_routes
+        self.prefix_caching = self.programs.prefix_caching
         self.reset()
 
     def clone(self) -> "Engine":
@@ -308,11 +309,13 @@ class Engine:
         tokens = {sample: sample.tokens for sample in continuing}
         layout, history_tokens = self.programs.pages, self.programs.history_tokens
         while next_token:
-            longest = max(s.num_tokens - n for s, n in next_token.items())
-            rows, width = host_inputs.chunked_prefill_shape(
-                longest, len(next_token), self.num_slots
+            rows, width, in_order = host_inputs.chunked_prefill_batch(
+                [s.num_tokens - n for s, n in next_token.items()],
+                self.programs.extend_shapes,
+                longest_first=self.prefix_caching,
             )
-            chunk = list(next_token.items())[:rows]
+            unread = list(next_token.items())
+            chunk = [unread[i] for i in in_order]
             samples = [sample for sample, _ in chunk]
             chunk_tokens = [tokens[sample][n : n + width] for sample, n in chunk]
             ends = [n + width >= len(tokens[sample]) for sample, n in chunk]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.rollout.engine import prefix_cache, requests
+from jaxrl_llm.rollout.engine import host_inputs, prefix_cache, requests
 from jaxrl_llm.rollout.engine.device_programs import Outputs
 from jaxrl_llm.rollout.engine.page_allocator import PageAllocator
 from jaxrl_llm.rollout.engine.requests import Completion, Decode, Progress, Request, SamplingParams
@@ -327,15 +327,18 @@ class Scheduler:
         return None if self._unwritten.intersection(read) else CachedPrefix(read, count, tail)
 
     def _saves_prefill(self, sample: Sample, num_cached: int) -> bool:
-        """Whether fewer tokens are computed with so many cached ones than without.
+        """Whether so many cached tokens save a quarter of the work, or more.
 
-        Without, one prefill serves all samples of the request that have not entered. With them,
-        each computes its last page.
+        Otherwise the whole prompt is better prefilled: prompts are packed then, and one prefill
+        serves all samples of the request that have not entered. With cached tokens, each of these
+        computes its last page.
         """
         length, page = len(sample.prompt), self._pages.layout.page_tokens
-        num_new = sum(s.slot < 0 and not s.completion.tokens for s in self.requests[sample.request])
+        siblings = self.requests[sample.request]
+        num_new = sum(s.slot < 0 and not s.completion.tokens for s in siblings)
         last_page = length - (length - 1) // page * page
-        return num_cached > (num_new - 1) * last_page
+        others = (num_new - 1) * max(last_page, host_inputs.min_chunk_tokens())
+        return num_cached > 0 and 4 * (length - num_cached + others) <= 3 * length
 
     def _allocate(self, sample: Sample, shard: int, cached: CachedPrefix) -> bool:
         """Allocates the pages of a sample's tokens; returns whether there were enough."""

@@ -3,14 +3,21 @@
 import dataclasses
 
 import numpy as np
-from hypothesis import given, settings
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scheduler_work import first, outputs, request, text_of
 
 from jaxrl_llm.models.image_inputs import ImageInputs
+from jaxrl_llm.rollout.engine import host_inputs
 from jaxrl_llm.rollout.engine.page_allocator import CacheLayout, PageAllocator
 from jaxrl_llm.rollout.engine.prefix_cache import page_hashes
 from jaxrl_llm.rollout.engine.scheduler import Scheduler
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(host_inputs, "_CONTINUATION_SHAPES", ((8, 4),))
 
 
 def make(num_slots, num_pages=0, num_shards=1, chunk_tokens=4, prefix_caching=True):
@@ -234,17 +241,27 @@ def test_samples_that_begin_alike_wait_for_the_first():
     assert (one.num_cached_tokens, two.num_cached_tokens) == (8, 12)
 
 
-def test_a_group_reads_the_cache_only_where_that_saves_work():
-    for group, cached in ((2, 4), (3, 0)):
-        scheduler = make(4)
-        contents = PageContents(scheduler)
-        scheduler.add(request(1, prompt=range(4)))
-        run(scheduler, contents)
-        # 7 tokens in one prefill, or 3 of each sample.
-        scheduler.add(request(*[1] * group, prompt=range(7)))
-        samples = run(scheduler, contents)
-        assert {s.num_cached_tokens for s in samples} == {cached}
-        assert len({s.pages[0] if s.pages else None for s in samples}) == 1
+@pytest.mark.parametrize(
+    ("common", "length", "group", "cached"),
+    [
+        # 6 of 22 tokens, and at least 4 of each further sample: 6, 14, 18; 16.5 is three quarters.
+        *[(16, 22, 1, 16), (16, 22, 3, 16), (16, 22, 4, 0)],
+        # 20 of 28, and 24: three quarters are 21. 12 of 16 are that.
+        *[(8, 28, 1, 8), (4, 28, 1, 0), (4, 16, 1, 4)],
+    ],
+)
+def test_the_cache_is_read_only_where_that_saves_work(common, length, group, cached):
+    scheduler = make(4)
+    contents = PageContents(scheduler)
+    scheduler.add(request(1, prompt=range(common + 1)))
+    run(scheduler, contents)
+    prompt = [*range(common), *[99] * (length - common)]
+    scheduler.add(request(*[1] * group, prompt=prompt))
+    leader, *others = run(scheduler, contents)
+    assert leader.num_cached_tokens == cached
+    last_page = length - (length - 1) // 4 * 4
+    expected = length - last_page if cached else 0
+    assert all(sample.num_cached_tokens == expected for sample in others)
 
 
 def test_prompts_with_other_images_share_what_is_before_them():
@@ -290,7 +307,11 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     actions=st.lists(ACTIONS, max_size=40),
     sizes=st.sampled_from([(1, 1), (4, 1), (6, 1), (4, 2), (6, 3)]),
