@@ -113,7 +113,7 @@ def test_64_chats_of_ten_turns_from_ten_clients():
     assert not engine._scheduler.requests and not engine._scheduler._evicted_tokens
     whole = engine_with(10, max_tokens=192)
     assert_same(replies, chats(whole, rollout_params(), **sizes)[0])
-    assert whole.statistics.prefill_tokens > 8 * done.prefill_tokens
+    assert whole.statistics.prefill_tokens > 6 * done.prefill_tokens
 
 
 def groups_with_system_prompt(count=6, group=2, system=40):
