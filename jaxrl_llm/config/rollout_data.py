@@ -242,6 +242,9 @@ class RolloutConfig(ConfigGroup):
     # share count once. 0: so that all slots may hold the longest, or as many as the memory holds.
     # When it is full, the sequence that began last waits and is read again.
     cache_tokens: Annotated[int, Range("[0, 2147483647]", "0: chosen")] = 0
+    # Keys and values of a prompt's beginning are those of an earlier prompt of the step, if both
+    # have the same tokens there (a page or more). Without effect where expert routes are kept.
+    prefix_caching: bool = True
     # Decode steps between two checks by the host.
     chunk_steps: Annotated[int, Range("[1, 128]")] = 16
     dtype: Literal["compute", "float32", "bfloat16"] = "compute"

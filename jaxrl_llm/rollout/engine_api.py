@@ -63,6 +63,7 @@ class EngineArgs:
     keeps_routes: bool = False  # completions report the experts of each token
     cache_tokens: int = 0  # KV cache of all slots; 0: `num_slots` times `max_tokens`
     prompt_shapes: Sequence[RowShape] = ()  # prefill batches (rows, width) to compile for
+    prefix_caching: bool = False  # prompts share keys and values of their common beginnings
 
     @property
     def limits(self) -> RequestLimits:

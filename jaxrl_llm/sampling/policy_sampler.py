@@ -225,6 +225,7 @@ def make_sampler(
         cache_tokens=config.rollout.cache_tokens or fitting,
         decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         prompt_shapes=shapes,
+        prefix_caching=config.rollout.prefix_caching,
     )
     return PolicySampler(
         models=models,

@@ -131,13 +131,14 @@ def _decode_programs(jitted: EnginePrograms, filters: Sequence[bool]) -> list[Pr
 
 
 def _chunked_prefill_programs(jitted: EnginePrograms, filters: Sequence[bool]) -> list[Program]:
-    shapes = host_inputs.chunked_prefill_shapes(jitted.num_slots)
+    shapes = jitted.extend_shapes
     return [
         Program(
             f"reading {width} tokens after {window} in {rows} slots{_suffix(filtered)}",
             functools.partial(
                 IdleCalls.extend, rows=rows, width=width, window=window, filtered=filtered
             ),
+            (jitted.slot_counts[0], window, 2, rows * width),
         )
         for filtered in filters
         for (rows, width), window in itertools.product(shapes, jitted.read_windows)
@@ -152,13 +153,18 @@ def _suffix(filtered: bool) -> str:
 
 
 def warmup_programs(
-    jitted: EnginePrograms, num_prompts: int, prompt_tokens: int, filters: Sequence[bool] = (False,)
+    jitted: EnginePrograms,
+    num_prompts: int,
+    prompt_tokens: int,
+    filters: Sequence[bool] = (False,),
+    continues: bool = False,
 ) -> list[Program]:
     """Warm-up programs of a server, the smallest first.
 
     Afterwards nothing compiles while up to `num_prompts` prompts of up to `prompt_tokens` are
     prefilled together, unless a request asks for top log-probs. `filters` are the values of
-    `SamplingParams.is_filtered`, each with its own programs.
+    `SamplingParams.is_filtered`, each with its own programs; `continues` adds those that read
+    tokens after cached ones.
     """
     shapes = {
         shape
@@ -168,6 +174,8 @@ def warmup_programs(
     programs = [_MOVE_PROGRAM] if filters else []
     for each in ((filtered,) for filtered in filters):
         by_filter = _prefill_programs(jitted, shapes, each) + _decode_programs(jitted, each)
+        if continues:
+            by_filter += _chunked_prefill_programs(jitted, each)
         programs += sorted(by_filter, key=lambda program: program.order)
     return programs
 

@@ -14,6 +14,7 @@ from jaxrl_llm.packing.packed_batch import bucket
 from jaxrl_llm.rollout.engine import (
     decode_attention,
     device_programs,
+    host_inputs,
     kv_cache,
     prefill,
 )
@@ -39,11 +40,14 @@ class EnginePrograms:
         speculation: SpeculationConfig,
         keeps_routes: bool,
         cache_tokens: int,
+        prefix_caching: bool = False,
     ):
         self.mesh, self.num_slots, self.max_tokens = mesh, num_slots, max_tokens
         # waits for programs compiled in the background
         self.wait_compiled: Callable[[], None] = lambda: None
         self.num_routes = network.num_routes if keeps_routes else 0
+        self.prefix_caching = prefix_caching and not self.num_routes
+        self.extend_shapes = host_inputs.chunked_prefill_shapes(num_slots, self.prefix_caching)
         self._replicated = mesh_lib.replicated(mesh)
         with_rules = mesh_lib.axis_rules(mesh_lib.ROLLOUT_ACTIVATIONS[layout])
         # Two programs: one for refills, one for the first fill.

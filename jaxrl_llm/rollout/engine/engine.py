@@ -64,6 +64,7 @@ class Engine:
         keeps_routes: bool = False,
         cache_tokens: int = 0,
         prompt_shapes: Sequence[host_inputs.RowShape] = (),
+        prefix_caching: bool = False,
     ):
         """
         Args:
@@ -76,6 +77,9 @@ class Engine:
             times `max_tokens`. Each shard of the slots holds at least `max_tokens`.
           prompt_shapes: Prefill shapes, see `host_inputs.prefill_shapes`; other prompts get rows
             that fit them, and each new shape is another program.
+          prefix_caching: Whether prompts read the keys and values of what they have in common with
+            earlier requests of the same weights. No effect with `keeps_routes`: the experts of a
+            prompt are known only where it is computed.
         """
         self.network, self.mesh, self.layout = network, mesh, layout
         self.num_slots, self.max_tokens, self.chunk_steps = num_slots, max_tokens, chunk_steps
@@ -92,11 +96,13 @@ class Engine:
             speculation=speculation,
             keeps_routes=keeps_routes,
             cache_tokens=cache_tokens,
+            prefix_caching=prefix_caching,
         )
         self.limits = RequestLimits.for_network(
             network, max_tokens, decode, self.programs.num_routes
         )
         self.prompt_shapes = prompt_shapes
+        self.prefix_caching = self.programs.prefix_caching
         self.reset()
 
     def clone(self) -> "Engine":
@@ -108,7 +114,7 @@ class Engine:
     def reset(self) -> None:
         """Drops all requests and frees the KV cache; keeps compiled programs."""
         self.statistics = EngineStatistics()  # `generate` resets when it begins
-        self._pages = PageAllocator(self.programs.pages)
+        self._pages = PageAllocator(self.programs.pages, prefix_caching=self.prefix_caching)
         self._scheduler = Scheduler(self._decode, self._pages, self._chunk_tokens)
         read = lambda *args, **top: self.programs.prefill(*args, **top)  # noqa: E731
         num_routes = self.programs.num_routes
@@ -202,12 +208,12 @@ class Engine:
         with jax.set_mesh(self.mesh):
             began = time.perf_counter()
             if self._reader.reset_if_new_weights(params):
-                self._pages.clear_prompts()
+                self._scheduler.drop_cache()
             if chunk is None:
                 # Active samples get their pages before others enter.
                 scheduler.reserve(self._chunk_tokens, preempt=True)
                 # Again until no slot is free: a sample may end with its first token.
-                while entering := scheduler.schedule():
+                while entering := scheduler.schedule(self._reader.requests):
                     fresh = [sample for sample in entering if sample.needs_full_prefill]
                     others = [sample for sample in entering if not sample.needs_full_prefill]
                     for batch in self._reader.prefill_batches(params, fresh, scheduler):
@@ -216,6 +222,8 @@ class Engine:
                 scheduler.reserve(self._chunk_tokens, preempt=True)
                 self.statistics.recomputed_tokens = scheduler.recomputed_tokens
                 self.statistics.num_preemptions = scheduler.num_preempted
+                self.statistics.prefix_cache_queries = scheduler.prefix_cache_queries
+                self.statistics.prefix_cache_hits = scheduler.prefix_cache_hits
             filled = time.perf_counter()
             self.statistics.prefill_s += filled - began
             if self.num_active:
@@ -270,6 +278,7 @@ class Engine:
         finally:
             # Frees the cache and a chunk without active slots; statistics stay.
             self._state = self._chunk = None
+            self._scheduler.drop_cache()
 
     def _insert(self, prefix: Prefix, prompts: dict[Sample, int], version: int) -> None:
         """Inserts samples into slots; `prompts` maps them to their prompts in the prefix."""
@@ -307,11 +316,13 @@ class Engine:
         tokens = {sample: sample.tokens for sample in continuing}
         layout, history_tokens = self.programs.pages, self.programs.history_tokens
         while next_token:
-            longest = max(s.num_tokens - n for s, n in next_token.items())
-            rows, width = host_inputs.chunked_prefill_shape(
-                longest, len(next_token), self.num_slots
+            rows, width, in_order = host_inputs.chunked_prefill_batch(
+                [s.num_tokens - n for s, n in next_token.items()],
+                self.programs.extend_shapes,
+                longest_first=self.prefix_caching,
             )
-            chunk = list(next_token.items())[:rows]
+            unread = list(next_token.items())
+            chunk = [unread[i] for i in in_order]
             samples = [sample for sample, _ in chunk]
             chunk_tokens = [tokens[sample][n : n + width] for sample, n in chunk]
             ends = [n + width >= len(tokens[sample]) for sample, n in chunk]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -35,6 +35,11 @@ class PrefillBatcher:
         self._indices: dict[int, int] = {}  # request -> index of its prompt in the batch
         self._batch: Prefix | None = None
         self._weights_ref: Callable[[], object] = lambda: None
+
+    @property
+    def requests(self) -> Collection[int]:
+        """The requests whose prompts are in the last batch."""
+        return self._indices.keys()
 
     def reset_if_new_weights(self, params: Params) -> bool:
         """Drops the last batch if the weights changed since; returns whether they did."""

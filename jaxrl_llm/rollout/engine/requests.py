@@ -190,6 +190,15 @@ class EngineStatistics:
     busy_capacity: int = 0  # slots x decode steps, while samples were waiting
     busy_slot_steps: int = 0  # those of them with an active slot
     decode_s: float = 0.0
+    # Prompt tokens looked up in the prefix cache, a request once, and those read from it.
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Share of prompt tokens that were read from the prefix cache; 0 without it."""
+        hits, queries = self.prefix_cache_hits, self.prefix_cache_queries
+        return hits / queries if queries else 0.0
 
     @property
     def occupancy(self) -> float:
@@ -225,6 +234,7 @@ class EngineStatistics:
             "rollout/decode_tokens_per_s": per_s(self.decode_tokens, self.decode_s),
             "rollout/reread_tokens": float(self.recomputed_tokens),
             "rollout/put_back": float(self.num_preemptions),
+            "rollout/prefix_cache_hit_rate": self.prefix_cache_hit_rate,
             "rollout/slot_occupancy": self.occupancy,
             "rollout/tokens_per_forward": self.tokens_per_forward,
             "rollout/draft_acceptance": self.acceptance,
