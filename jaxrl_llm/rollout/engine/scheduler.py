@@ -344,8 +344,10 @@ class Scheduler:
 
         Otherwise the whole prompt is better prefilled: prompts are packed then, and one prefill
         serves all samples of the request that have not entered. With cached tokens, each of these
-        computes its last page.
+        computes its last page. Log-probs of a prompt need the states of all of its tokens.
         """
+        if sample.num_prompt_top is not None:
+            return False
         length, page = len(sample.prompt), self._pages.layout.page_tokens
         siblings = self.requests[sample.request]
         num_new = sum(s.slot < 0 and not s.completion.tokens for s in siblings)
