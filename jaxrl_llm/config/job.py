@@ -356,9 +356,10 @@ class RLConfig(JobConfig):
     def with_value_defaults(self, values: Mapping[str, Any]) -> Self:
         """Enables importance weights where samples may come from other weights.
 
-        That is the case for stale or quantized weights, unless another correction is set.
+        That is the case for stale or quantized weights and for vLLM, unless another correction is
+        set.
         """
-        algorithm, differs = self.algorithm, self.max_staleness or self.rollout.is_rounded
+        algorithm, differs = self.algorithm, self.max_staleness or self.rollout.differs_from_policy
         is_chosen = (values.get("algorithm") or {}).get("correction") is not None
         if is_chosen or not differs or algorithm.corrects or algorithm.old_log_probs == "rollout":
             return self
@@ -532,8 +533,9 @@ class RLConfig(JobConfig):
         if self.curriculum.choice and not self.data.shuffle:
             yield "config.data.shuffle: no effect, curriculum.choice says which prompts come"
         yield from self._staleness_warnings()
-        if self.rollout.is_rounded and not algorithm.corrects:
-            message = "nothing corrects for samples of rounded weights or keys; use 'token'"
+        if self.rollout.differs_from_policy and not algorithm.corrects:
+            source = "rounded weights or keys" if self.rollout.is_rounded else "another program"
+            message = f"nothing corrects for samples of {source}; use 'token'"
             yield f"config.algorithm.correction: 'none', {message}"
         if algorithm.old_log_probs == "rollout" and algorithm.correction != "none":
             yield "config.algorithm.correction: weights are all 1, old_log_probs is 'rollout'"

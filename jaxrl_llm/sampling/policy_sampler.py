@@ -12,6 +12,7 @@ from absl import logging
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.config import RLConfig, RolloutConfig
+from jaxrl_llm.config.rollout_data import BUILT_IN_ENGINE
 from jaxrl_llm.learner import job_models
 from jaxrl_llm.learner.job_models import Models
 from jaxrl_llm.metrics.timers import Clock
@@ -20,7 +21,7 @@ from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import engines, episodes
 from jaxrl_llm.rollout.engine import host_inputs, kv_cache
 from jaxrl_llm.rollout.engine.requests import EngineStatistics, SamplingParams
-from jaxrl_llm.rollout.engine_api import EngineArgs, SamplingEngine
+from jaxrl_llm.rollout.engine_api import ClosableEngine, EngineArgs, SamplingEngine
 from jaxrl_llm.rollout.episode_runner import EpisodeEnvironment
 from jaxrl_llm.sharding import device_pools
 from jaxrl_llm.sharding.reshard import Resharder
@@ -131,6 +132,11 @@ class PolicySampler:
         if self.resharder.mesh.devices.flat[0].platform == "cpu" and freed >= _MIN_TRIM_BYTES:
             _trim_memory()
 
+    def close(self) -> None:
+        """Ends the process or connection that the engine may hold."""
+        if isinstance(self.engine, ClosableEngine):
+            self.engine.close()
+
     def metrics(self) -> dict[str, float]:
         """Metrics of resharding: bytes moved and temporary memory."""
         metrics = self.resharder.report().metrics()
@@ -166,7 +172,7 @@ def check(config: RLConfig, models: Models) -> None:
         reads_images=models.image_feature_cache is not None,
         num_processes=jax.process_count(),
     )
-    if config.rollout.engine not in engines.ENGINES:
+    if config.rollout.engine != BUILT_IN_ENGINE:
         make_sampler(config, models, {})
 
 
@@ -215,7 +221,7 @@ def make_sampler(
     )
     return PolicySampler(
         models=models,
-        engine=engines.build(config.rollout.engine, args),
+        engine=engines.build(config.rollout, args),
         engine_args=args,
         resharder=resharder(policy, network, device_pools.staging_mesh(mesh, target), layout),
         base=base,
