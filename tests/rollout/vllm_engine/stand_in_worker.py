@@ -1,10 +1,12 @@
 """A worker process without vLLM: the real program and protocol around a made-up sampler.
 
-A token follows from the seed of its request and its place after the prompt; its log-prob is minus
+A token follows from the seed of its request and its place in the sequence; its log-prob is minus
 the sum of the weights, so that it says which weights drew it. `llm_args` make it misbehave.
 """
 
+import array
 import importlib.util
+import math
 import os
 import pathlib
 import signal
@@ -13,7 +15,7 @@ import time
 
 ROOT = pathlib.Path(__file__).parents[3]
 PROGRAM = ROOT / "jaxrl_llm" / "rollout" / "vllm_engine" / "worker.py"
-VOCABULARY = 90
+FIRST = 3  # tokens below are special
 
 
 def program():
@@ -28,12 +30,12 @@ class StandIn:
     """Samples without a model."""
 
     def __init__(self, message):
-        self.args, self.suppressed = message["llm_args"], message["suppressed_tokens"]
-        self.tensors, self.samples, self.steps, self.total = message["tensors"], {}, 0, 0.0
-        if self.args.get("grandchild"):
-            if not os.fork():
-                time.sleep(600)
-                os._exit(0)
+        self.args, self.tensors = message["llm_args"], message["tensors"]
+        self.path, self.samples, self.steps = message["memory"], {}, 0
+        self.total, self.weights = 0.0, b""
+        if self.args.get("has_child") and not os.fork():
+            time.sleep(600)
+            os._exit(0)
         if self.args.get("no_start"):
             raise ValueError("no kernel image for this device")
 
@@ -41,7 +43,7 @@ class StandIn:
         return {"version": "none", "device": f"process {os.getpid()}"}
 
     def add(self, sample, settings, version):
-        self.samples[sample] = [settings, 0, version]
+        self.samples[sample] = [settings, 0]
 
     def abort(self, samples):
         for sample in samples:
@@ -63,44 +65,33 @@ class StandIn:
         time.sleep(self.args.get("step_s", 0.0))
         sampled = []
         for sample, entry in list(self.samples.items()):
-            settings, count, _ = entry
-            token = (settings["seed"] // 7 + 31 * count) % VOCABULARY + 3
+            settings, count = entry
             entry[1] = count + 1
-            reason = ""
-            if token in settings["stop_tokens"]:
-                reason = "stop"
-            elif count + 1 == settings["max_tokens"]:
-                reason = "length"
+            place = len(settings["tokens"]) + count
+            token = FIRST + (settings["seed"] % 9973 + 29 * place) % (self.args["most"] - FIRST)
+            reason = "length" if count + 1 == settings["max_tokens"] else ""
+            reason = "stop" if token in settings["stop_tokens"] else reason
             if reason:
                 del self.samples[sample]
             top = [[(token, -0.5)]] if settings["num_top_log_probs"] else []
             sampled.append(SampledTokens(sample, [token], [-abs(self.total)], top, reason))
         return sampled
 
-    def values(self, memory):
-        """All float32 numbers of the tensors, in the order of the table."""
-        import array
-
+    def update_weights(self):
+        self.weights = pathlib.Path(self.path).read_bytes()
+        self.total = 0.0
         for tensor in self.tensors:
             assert tensor["dtype"] == "float32"
-            count = 1
-            for size in tensor["shape"]:
-                count *= size
-            start = tensor["offset"]
-            yield array.array("f", bytes(memory[start : start + 4 * count]))
+            end = tensor["offset"] + 4 * math.prod(tensor["shape"])
+            self.total += sum(array.array("f", self.weights[tensor["offset"] : end]))
 
-    def update_weights(self, memory):
-        self.total = sum(sum(values) for values in self.values(memory))
-        self.weights = bytes(memory)
-
-    def compare_weights(self, memory):
-        same = bytes(memory) == self.weights
-        return {"num_tensors": len(self.tensors), "max_difference": 0.0 if same else 1.0}
+    def compare_weights(self):
+        same = pathlib.Path(self.path).read_bytes() == self.weights
+        differing = {} if same and not self.args.get("other_weights") else {"embed": 1.0}
+        return {"num_compared": len(self.tensors), "differing": differing, "skipped": []}
 
     def sleep(self):
-        self.samples.clear()
-        if self.args.get("no_sleep"):
-            raise ValueError("this build cannot sleep")
+        assert not self.samples
 
     def wake_up(self):
         pass
@@ -108,16 +99,15 @@ class StandIn:
 
 def main():
     worker = program()
-    worker.vllm_backend_class = None
     if sys.argv[1].startswith("--listen="):
-        worker.__file__ = __file__
-        worker.listen.__globals__["__file__"] = __file__
+        worker.__file__ = __file__  # what it starts for each run
         worker.listen(sys.argv[1].removeprefix("--listen="))
     from multiprocessing.connection import Connection
 
     from jaxrl_llm.rollout.vllm_engine import worker_loop
 
-    assert "jax" not in sys.modules and "numpy" not in sys.modules
+    # As in vLLM's interpreter, which need not have any package of the run.
+    assert not {"jax", "numpy", "transformers"} & set(sys.modules)
     with Connection(int(sys.argv[1].removeprefix("--fd="))) as connection:
         worker_loop.WorkerLoop(connection, StandIn).serve()
 
