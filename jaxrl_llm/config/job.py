@@ -18,6 +18,7 @@ from jaxrl_llm.config.logging_config import (
 )
 from jaxrl_llm.config.placement import MeshConfig, PlacementConfig
 from jaxrl_llm.config.rollout_data import (
+    VLLM_ENGINE,
     CurriculumConfig,
     DataConfig,
     DistillationConfig,
@@ -26,6 +27,7 @@ from jaxrl_llm.config.rollout_data import (
     RolloutConfig,
 )
 from jaxrl_llm.config.validation import INT32_MAX, ConfigGroup, Problems, Range
+from jaxrl_llm.config.vllm import DEFAULT_VLLM
 from jaxrl_llm.errors import ConfigError
 
 
@@ -448,6 +450,9 @@ class RLConfig(JobConfig):
         if self.rollout.temperature == 0 and self.algorithm.samples_per_prompt > 1:
             message = "0 (greedy) makes all samples of a prompt the same; set it above 0"
             yield "rollout.temperature", message
+        if self.rollout.engine == VLLM_ENGINE:
+            temperatures = self.rollout.temperature, self.evaluation.temperature
+            yield from self.rollout.vllm.run_rules(*temperatures, self.trainer.schedule)
         yield from _frozen_bias_problems(self.router, self.lora)
         if self.algorithm.safe and not (self.rewards.cost_functions or self.rewards.cost_models):
             message = "algorithm.safe needs a cost: add cost_models or cost_functions"
@@ -532,6 +537,8 @@ class RLConfig(JobConfig):
             yield f"config.rewards: costs {costs} have no effect, algorithm.safe is off"
         if self.curriculum.choice and not self.data.shuffle:
             yield "config.data.shuffle: no effect, curriculum.choice says which prompts come"
+        if self.rollout.engine != VLLM_ENGINE and self.rollout.vllm != DEFAULT_VLLM:
+            yield f"config.rollout.vllm: no effect, rollout.engine is {self.rollout.engine!r}"
         yield from self._staleness_warnings()
         if self.rollout.differs_from_policy and not algorithm.corrects:
             source = "rounded weights or keys" if self.rollout.is_rounded else "another program"

@@ -17,6 +17,7 @@ _DERIVED_ARGS = frozenset(
     speculative_config
     """.split()  # noqa: SIM905
 )
+MIN_VLLM_TEMPERATURE = 0.01  # vLLM raises lower ones, apart from 0, to it
 
 
 class VllmConfig(ConfigGroup):
@@ -50,6 +51,17 @@ class VllmConfig(ConfigGroup):
         """The parts of `address`."""
         host, _, port = self.address.rpartition(":")
         return host.strip("[]"), int(port)
+
+    def run_rules(self, temperature: float, eval_temperature: float, schedule: str) -> Problems:
+        """Yields settings of a run over vLLM that it cannot honour."""
+        values = {"rollout": temperature, "evaluation": eval_temperature}
+        for group, value in values.items():
+            if 0 < value < MIN_VLLM_TEMPERATURE:
+                rule = f"rollout.engine='vllm' samples at {MIN_VLLM_TEMPERATURE} or above"
+                yield f"{group}.temperature", f"{value}: {rule}; raise it, or set it to 0"
+        if schedule != "free" and self.continuous:
+            message = "vLLM decodes on between steps, so that no schedule repeats its samples"
+            yield "rollout.vllm.continuous", f"{message}; set it to False"
 
     def rules(self) -> Problems:
         if self.python and self.address:

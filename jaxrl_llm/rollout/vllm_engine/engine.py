@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.config.vllm import DEFAULT_VLLM, VllmConfig
+from jaxrl_llm.config.vllm import DEFAULT_VLLM, MIN_VLLM_TEMPERATURE, VllmConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models.hf import config_writer
 from jaxrl_llm.models.hf.families import CheckpointFormatError
@@ -40,9 +40,6 @@ _SAMPLING_FIELDS = frozenset(
 )
 
 
-MIN_TEMPERATURE = 0.01  # vLLM raises lower ones to it
-
-
 class _Sample(NamedTuple):
     """A sample of an unfinished request."""
 
@@ -63,9 +60,7 @@ class VllmEngine:
     far when it goes on.
     """
 
-    capabilities = Capabilities(
-        filtered_sampling=True, stop_strings=True, in_flight_updates=True
-    )
+    capabilities = Capabilities(filtered_sampling=True, stop_strings=True, in_flight_updates=True)
 
     def __init__(self, args: EngineArgs, config: VllmConfig = DEFAULT_VLLM):
         """
@@ -387,8 +382,8 @@ def _check_support(request: Request) -> None:
                     " or use rollout.engine='jaxrl_llm'"
                 )
     for params in various_params:
-        if 0 < params.temperature < MIN_TEMPERATURE:
+        if 0 < params.temperature < MIN_VLLM_TEMPERATURE:
             raise RequestError(
-                f"temperature={params.temperature}: vLLM samples at {MIN_TEMPERATURE} or above; raise"
-                " it, or set it to 0 (greedy)"
+                f"temperature={params.temperature}: vLLM samples at {MIN_VLLM_TEMPERATURE} or"
+                " above; raise it, or set it to 0 (greedy)"
             )

@@ -77,7 +77,10 @@ def main() -> None:
 
 
 # Not the folder of this file, whose modules would hide others of the same name.
-if sys.path and pathlib.Path(sys.path[0] or ".").resolve() == pathlib.Path(__file__).resolve().parent:
+if (
+    sys.path
+    and pathlib.Path(sys.path[0] or ".").resolve() == pathlib.Path(__file__).resolve().parent
+):
     del sys.path[0]
 _make_package_importable()
 

@@ -237,7 +237,5 @@ def check_interpreter(python: str) -> None:
 def _worker_environment() -> dict[str, str]:
     """The environment of this process without what concerns its own interpreter."""
     return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_PRIVATE_VARIABLES)
+        name: value for name, value in os.environ.items() if not name.startswith(_PRIVATE_VARIABLES)
     }

@@ -47,9 +47,7 @@ def test_memory_holds_the_tensors_of_an_export(family, products, tmp_path):
     params = tiny.params(network)
     rollout = network if products is None else dataclasses.replace(network, matmuls=products)
     resharder = tiny.resharder(mesh, network, rollout=rollout)
-    rollout_params = resharder.reshard(
-        resharder.zeros(), tiny.sharded(params, mesh, network)
-    )
+    rollout_params = resharder.reshard(resharder.zeros(), tiny.sharded(params, mesh, network))
     weights = ExportedWeights(rollout)
     weights.write(rollout_params)
     checkpoint.save(tmp_path / "export", network, jax.device_put(params))
