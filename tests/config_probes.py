@@ -59,8 +59,8 @@ from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.rewards import reward_pool, truth_checks
 from jaxrl_llm.rewards.reward_pool import RewardError
 from jaxrl_llm.rollout import engines, episodes
-from jaxrl_llm.rollout.vllm_engine import engine as vllm_engine
 from jaxrl_llm.rollout.engine.requests import EngineStatistics
+from jaxrl_llm.rollout.vllm_engine import engine as vllm_engine
 from jaxrl_llm.sampling import async_schedule, async_source, policy_sampler, source
 from jaxrl_llm.sharding import device_pools
 from jaxrl_llm.trainer import evaluation as evaluation_lib

@@ -23,7 +23,6 @@ from jaxrl_llm.rollout.engine.requests import (
     Progress,
     Request,
     RequestError,
-    RequestLimits,
     SamplingParams,
 )
 from jaxrl_llm.rollout.engine_api import Capabilities, EngineArgs
@@ -35,8 +34,7 @@ _REQUEST_FIELDS = frozenset(
     ("tokens", "keys", "params", "retains_pages", "continues", "num_partial")
 )
 _SAMPLING_FIELDS = frozenset(
-    ("max_tokens", "temperature", "top_k", "top_p", "min_p")
-    + ("stop_tokens", "stop_strings", "num_top_log_probs")
+    "max_tokens temperature top_k top_p min_p stop_tokens stop_strings num_top_log_probs".split()  # noqa: SIM905
 )
 
 
@@ -44,7 +42,7 @@ class _Sample(NamedTuple):
     """A sample of an unfinished request."""
 
     request: int
-    index: int
+    place: int  # in the request
     prompt: tuple[int, ...]
     num_partial: int
     params: SamplingParams
@@ -240,7 +238,7 @@ class VllmEngine:
                 self._to_abort.append(number)
             entry = Progress(
                 sample.request,
-                sample.index,
+                sample.place,
                 tuple(tokens[:count]),
                 tuple(log_probs[:count]),
                 tuple(versions[:count]),
@@ -367,10 +365,9 @@ def _seed(key: np.ndarray) -> int:
 def _check_support(request: Request) -> None:
     """Raises RequestError if a request uses a feature that vLLM is not asked for."""
     various_params = {id(params): params for params in request.params}.values()
-    for item, supported, name in (
-        (request, _REQUEST_FIELDS, "request"),
-        *((params, _SAMPLING_FIELDS, "params") for params in various_params),
-    ):
+    items: list[tuple[Any, frozenset[str], str]] = [(request, _REQUEST_FIELDS, "request")]
+    items += [(params, _SAMPLING_FIELDS, "params") for params in various_params]
+    for item, supported, name in items:
         for field in dataclasses.fields(item):
             value, default = getattr(item, field.name), field.default
             if field.default_factory is not dataclasses.MISSING:

@@ -29,8 +29,8 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from jaxrl_llm.rollout.vllm_engine.worker_loop import SampledTokens
 from jaxrl_llm.rollout.vllm_engine.wire import WorkerError
+from jaxrl_llm.rollout.vllm_engine.worker_loop import SampledTokens
 
 _TRANSFER = "jaxrl_llm"  # the name of the transfer engine in vLLM's registry
 _MIN_CPU_CACHE_BYTES = 1 << 26
@@ -234,7 +234,7 @@ class HostMemoryTransferEngine(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         # On CPU, projections are packed copies. Of a head that shares the weights of the
         # embedding, vLLM (0.32) leaves the copy as it was: logits would be of the old weights.
-        head = getattr(self.model, "lm_head", None)
+        head: Any = getattr(self.model, "lm_head", None)
         is_loaded = self.model_config.hf_text_config.tie_word_embeddings is False
         if current_platform.is_cpu() and hasattr(head, "quant_method") and not is_loaded:
             head.quant_method.process_weights_after_loading(head)

@@ -112,10 +112,11 @@ class WorkerClient:
         result = self.compare_weights()
         if result["differing"]:
             names = ", ".join(list(result["differing"])[:_MAX_LISTED])
+            count = len(result["differing"])
             raise self._failed(
-                f"config.rollout.engine: vLLM {self.version} computes with other weights than it was"
-                f" given ({len(result['differing'])} tensors differ: {names}); use another release"
-                " of vLLM, or rollout.engine='jaxrl_llm'"
+                f"config.rollout.engine: vLLM {self.version} computes with other weights than it"
+                f" was given ({count} tensors differ: {names}); use another release of vLLM, or"
+                " rollout.engine='jaxrl_llm'"
             )
         if result["skipped"]:
             names = ", ".join(result["skipped"][:_MAX_LISTED])

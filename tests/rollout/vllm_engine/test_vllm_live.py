@@ -230,7 +230,7 @@ def test_vllm_refuses_to_sleep_where_it_cannot(model):
     if "True" not in subprocess.run(probe, capture_output=True, text=True).stdout:
         pytest.skip("vLLM sleeps on accelerators")
     engine.submit(Request(PROMPT, KEYS[:1], (SamplingParams(2),)))
-    with pytest.raises(jaxrl_llm.errors.UserError, match="has no sleep mode on .*sleep_level=0"):
+    with pytest.raises(jaxrl_llm.errors.UserError, match=r"has no sleep mode on .*sleep_level=0"):
         engine.step(model[1][0])
 
 
