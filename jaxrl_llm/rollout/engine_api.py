@@ -135,7 +135,10 @@ class SamplingEngine(Protocol):
         ...
 
     def abort(self, number: int, /) -> list[Completion]:
-        """Ends a request; returns its completions so far, [] if it has ended."""
+        """Ends a request; returns its completions so far, [] if it has ended.
+
+        A completion that ended with tokens that come only now has the `finish_reason` of its end.
+        """
         ...
 
     def completions(self, number: int, /) -> list[Completion]:
@@ -182,6 +185,13 @@ class WeightsReceiver(Protocol):
         `params` are on the mesh in the rollout layout, to be read before the next `step` returns.
         """
         ...
+
+
+@runtime_checkable
+class ClosableEngine(Protocol):
+    """An engine that holds a process or a connection, to be closed after the run. Optional."""
+
+    def close(self) -> None: ...
 
 
 @runtime_checkable

@@ -198,14 +198,22 @@ class EpisodeRunner:
         while self.is_running:
             yield from self.step(weights, ahead=self._world is None)
 
-    def pause(self) -> None:
-        """Interrupts all sampling without losing a token, until `resume`."""
+    def pause(self) -> list[int]:
+        """Interrupts all sampling of single-turn episodes without losing a token, until `resume`.
+
+        Returns the episodes that ended with their last tokens.
+        """
         running, self._running = self._running, {}
         for request in dict.fromkeys(request for request, _ in running):
             self._engine.abort(request)
+        ended = []
         for sequence, sampled in running.values():
             sequence.append_turn(sampled)
-            self._paused[sequence.episode] = sequence
+            if sampled.finish_reason in ("stop", "length"):
+                ended.append(sequence.episode)
+            else:
+                self._paused[sequence.episode] = sequence
+        return ended
 
     def resume(self, *, restart: bool = False) -> None:
         """Resumes paused episodes; the weights of the next step recompute their KV cache.

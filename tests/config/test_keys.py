@@ -61,6 +61,8 @@ SHORT = {"data.max_prompt_tokens": 8}
 FOLDER = {"model.tokenizer": "FOLDER"}
 CURRICULUM = {"curriculum.choice": "success"}
 IMAGES = {"model.family": "qwen2_5_vl"}
+VLLM = {"rollout.engine": "vllm", "rollout.vllm.python": "python"}
+VLLM_ADDRESS = {"rollout.engine": "vllm", "rollout.vllm.address": "localhost:1"}
 EXPERTS = {"model.family": "mixtral"}
 LAYERS = {"model.num_layers": 4, "mesh.fsdp": 1, "mesh.tensor": -1}
 STAGES = LAYERS | {"mesh.stage": 2}
@@ -227,6 +229,10 @@ engine: mesh.rollout rollout.max_response_tokens rollout.engine=nowhere:Engine r
     rollout.quantization rollout.cache_dtype=fp8 rollout.speculation.draft_tokens=2
     rollout.speculation.ngram_tokens agent.max_turn_tokens=3
 engine IMAGES: rollout.suppress_unused_tokens
+vllm_worker VLLM: rollout.vllm.python rollout.vllm.tensor_parallel_size
+    rollout.vllm.gpu_memory_utilization rollout.vllm.llm_args={'NAME':'1'} rollout.vllm.sleep_level
+    rollout.vllm.continuous rollout.vllm.timeout_s
+vllm_worker VLLM_ADDRESS: rollout.vllm.address=other:2
 step: trainer.prompts_per_step algorithm.samples_per_prompt algorithm.overlong_buffer_tokens=12
 step OVERLONG: algorithm.overlong_penalty=3.0
 step GROUPS: algorithm.dynamic_sampling
@@ -317,7 +323,7 @@ SCORED = "data.answer_pattern data.extra_columns data.data_source"
 SAMPLING = tuple(
     each._replace(part=through_rl(each.part))
     for each in EFFECTS
-    if each.part in (probe.engine, probe.evaluation, probe.scores)
+    if each.part in (probe.engine, probe.vllm_worker, probe.evaluation, probe.scores)
     or any(each.text(key) is not None for key in SCORED.split())
 )
 FIELDS = [(job, field) for job in JOBS for field in declared(JOBS[job]) if field.key != "job"]
