@@ -121,6 +121,7 @@ class ServeOptions(PolicyOptions):
     grace_s: Annotated[float, Range("[0, inf]")] = option("Time for requests after SIGTERM.", 30.0)
     request_s: Annotated[float, Range("[0.1, inf]")] = option("Maximum time of a request.", 600.0)
     body_bytes: Natural = option("Maximum body of a request; 0: 1 MiB, with images 32.", 0)
+    response_store_bytes: Natural = option("Memory for stored responses; 0: none.", 2**26)
     special_tokens: Literal["text", "tokens"] = option("Spelled in messages.", "text")
 
 
