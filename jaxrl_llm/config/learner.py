@@ -2,6 +2,7 @@
 
 from typing import Annotated, Literal
 
+from jaxrl_llm.config.stop_condition import stop_condition
 from jaxrl_llm.config.validation import (
     ConfigGroup,
     Count,
@@ -13,7 +14,6 @@ from jaxrl_llm.config.validation import (
     Range,
     Tokens,
 )
-from jaxrl_llm.config.stop_condition import stop_condition
 
 Width = Annotated[int, Range("[1, 16777216]")]
 
@@ -198,8 +198,8 @@ class TrainerConfig(ConfigGroup):
     """The number of steps, the microbatches and the optimizer."""
 
     num_steps: Count = 100
-    # A condition on a metric, for example "val-core/SOURCE/mean@1 >= 0.9" (docs/metrics.md): the run
-    # ends with the step after which it holds, saved, whatever is left of `num_steps`. "": none.
+    # A condition on a metric (docs/metrics.md), for example "val-core/SOURCE/mean@1 >= 0.9": the
+    # run ends with the first step after which it holds, saved. "": only `num_steps` ends it.
     stop_when: Name = ""
     # Per device, including padding; a hard limit.
     max_tokens_per_microbatch: Annotated[int, Range("[0, 2147483647]", "0: chosen by the plan")] = 0

@@ -16,7 +16,8 @@ from jaxrl_llm.serving.tool_call_stream import StreamedCall
 
 Event = tuple[str, Json]  # its type, its contents
 
-_END_OF_THINKING = tuple(mark.encode() for mark in (*THINKING.values(), "<|end|>"))  # harmony's last
+# The last of them is harmony's.
+_END_OF_THINKING = tuple(mark.encode() for mark in (*THINKING.values(), "<|end|>"))
 _CLOSED, _CUT = "completed", "incomplete"
 
 
@@ -139,31 +140,31 @@ class ResponsesFormat:
         status = _CUT if reason == "length" else _CLOSED
         if piece.reasoning:
             self._thinks = True
-            yield from self._entered("reasoning")
+            yield from self._begin_item("reasoning")
             yield from self._open["reasoning"].growth_events(piece.reasoning, ())
         says_nothing = not (self._open or piece.calls or any(map(_is_call, self._output)))
         if piece.text or "message" in self._open or (reason and says_nothing):
-            yield from self._closed("reasoning", _CLOSED)
-            yield from self._entered("message")
+            yield from self._end_item("reasoning", _CLOSED)
+            yield from self._begin_item("message")
             yield from self._open["message"].growth_events(piece.text, log_probs)
         else:
             self._early_log_probs = log_probs
         for call in piece.calls:
-            yield from self._closed("reasoning", _CLOSED)
+            yield from self._end_item("reasoning", _CLOSED)
             yield from self._call_events(call)
         if reason:
             for kind in tuple(self._open):
-                yield from self._closed(kind, status)
+                yield from self._end_item(kind, status)
             self._complete(status, num_tokens)
 
-    def _entered(self, kind: str) -> Iterator[Event]:
+    def _begin_item(self, kind: str) -> Iterator[Event]:
         """Opens an item unless it is open."""
         if kind not in self._open:
             self._open[kind] = item = _GrowingItem(kind, len(self._output))
             self._output.append(item.as_json("in_progress"))
             yield from item.opening_events()
 
-    def _closed(self, kind: str, status: str) -> Iterator[Event]:
+    def _end_item(self, kind: str, status: str) -> Iterator[Event]:
         """Closes an item if it is open."""
         if kind in self._open:
             item = self._open.pop(kind)

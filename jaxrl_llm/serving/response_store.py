@@ -99,12 +99,11 @@ class ResponseStore:
             del self._owners[item_id]
 
 
-
 def storage_routes(store: ResponseStore) -> fastapi.APIRouter:
     """The routes that read and delete stored responses."""
     router = fastapi.APIRouter()
 
-    def stored(number: str) -> StoredResponse:
+    def stored_response(number: str) -> StoredResponse:
         if (entry := store.get(number)) is None:
             message = f"response {number[:100]!r} is not stored here"
             raise ApiError(404, f"{message}; it was deleted, dropped for newer ones, or never kept")
@@ -115,11 +114,11 @@ def storage_routes(store: ResponseStore) -> fastapi.APIRouter:
         if stream:
             message = "stream: only a response in the background streams again"
             raise ApiError(400, f"{message}; leave it out", param="stream")
-        return fastapi.Response(stored(number).response, media_type="application/json")
+        return fastapi.Response(stored_response(number).response, media_type="application/json")
 
     @router.delete(PATH + "/{number}")
     async def delete(number: str) -> Json:
-        store.remove(stored(number).number)
+        store.remove(stored_response(number).number)
         return {"id": number, "object": "response", "deleted": True}
 
     @router.get(PATH + "/{number}/input_items")
@@ -130,13 +129,13 @@ def storage_routes(store: ResponseStore) -> fastapi.APIRouter:
             raise ApiError(400, f"order={order[:20]!r} is not 'asc' or 'desc'", param="order")
         if not 1 <= limit <= 100:
             raise ApiError(400, f"limit={limit} is not within 1 to 100", param="limit")
-        entry = stored(number)
+        entry = stored_response(number)
         turns = entry.previous.items() if entry.previous else []
         return _page([*turns, *json.loads(entry.input_items)], order, after, limit)
 
     @router.post(PATH + "/{number}/cancel")
     async def cancel(number: str) -> Json:
-        stored(number)
+        stored_response(number)
         raise ApiError(400, "only a response in the background can be cancelled; this one is done")
 
     return router

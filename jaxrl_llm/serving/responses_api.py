@@ -105,7 +105,7 @@ class ResponsesBody(Body):
     """`POST /v1/responses`."""
 
     rules = responses_fields.RESPONSES
-    input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], FAIL_FAST] = []
+    input: str | Annotated[list[InputItem], FAIL_FAST] = ""
     n: Literal[1] | None = None
     instructions: str | None = None
     previous_response_id: Name | None = None
@@ -144,9 +144,9 @@ class ResponsesBody(Body):
     @property
     def items(self) -> list[Any]:
         """The input as items."""
-        if isinstance(self.input, str):
-            return [MessageItem(role="user", content=self.input)]
-        return self.input
+        if not isinstance(self.input, str):
+            return self.input
+        return [MessageItem(role="user", content=self.input)] if self.input else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,15 +161,15 @@ class ResponseRequest:
     def from_body(cls, body: ResponsesBody, store: ResponseStore) -> "ResponseRequest":
         """Reads what the body refers to; raises `ApiError` if it is not stored."""
         previous = None
-        if number := body.previous_response_id:
-            if (previous := store.get(number)) is None:
-                message = f"Previous response with id '{number[:100]}' not found: it was not stored"
-                raise ApiError(
-                    400,
-                    f"{message}, or dropped for newer ones; send its items as input",
-                    code="previous_response_not_found",
-                    param="previous_response_id",
-                )
+        number = body.previous_response_id
+        if number is not None and (previous := store.get(number)) is None:
+            message = f"Previous response with id '{number[:100]}' not found: it was not stored"
+            raise ApiError(
+                400,
+                f"{message}, or dropped for newer ones; send its items as input",
+                code="previous_response_not_found",
+                param="previous_response_id",
+            )
         return cls(body, tuple(_stored_item(item, store) for item in body.items), previous)
 
     @property

@@ -45,7 +45,7 @@ def test_what_is_no_condition_is_refused(text, said):
     for kind in (RLTrainerConfig, SupervisedTrainerConfig):
         problems = dict(kind(stop_when=text).problems())
         assert said in problems["stop_when"], problems
-    with pytest.raises(ValueError, match="metric|METRIC"):
+    with pytest.raises(ValueError, match=r"metric|METRIC"):
         stop_condition(text)
 
 

@@ -34,6 +34,11 @@ def kinds(events):
     return [event.type.removeprefix("response.") for event in events]
 
 
+async def listed(stream):
+    """The events of a stream that is about to be opened."""
+    return [event async for event in await stream]
+
+
 def without_ids(value):
     """The response without random ids and times."""
     if isinstance(value, list):
@@ -56,13 +61,12 @@ def test_a_response_and_its_stream():
             count = await client.responses.input_tokens.count(**request)
             assert count.input_tokens == response.usage.input_tokens == len(engine.asked[-1].tokens)
             assert response.usage.output_tokens == len(tokens("It is 2. So."))
-            events = [event async for event in await client.responses.create(**request, stream=True)]
+            events = await listed(client.responses.create(**request, stream=True))
             assert [event.sequence_number for event in events] == [*range(len(events))]
             order = kinds(events)
-            assert order[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
-            assert order[-4:] == [
-                "output_text.done", "content_part.done", "output_item.done", "completed",
-            ]  # fmt: skip
+            begin = ["created", "in_progress", "output_item.added", "content_part.added"]
+            end = ["output_text.done", "content_part.done", "output_item.done", "completed"]
+            assert (order[:4], order[-4:]) == (begin, end)
             assert set(order[4:-4]) == {"output_text.delta"}
             assert "".join(e.delta for e in events[4:-4]) == events[-4].text == "It is 2. So."
             final = events[-1].response
@@ -75,12 +79,9 @@ def test_a_response_and_its_stream():
             cut = await client.responses.create(**request, max_output_tokens=3)
             assert cut.status == cut.output[0].status == "incomplete"
             assert cut.incomplete_details.reason == "max_output_tokens"
-            events = [
-                event
-                async for event in await client.responses.create(
-                    **request, max_output_tokens=3, stream=True
-                )
-            ]
+            events = await listed(
+                client.responses.create(**request, max_output_tokens=3, stream=True)
+            )
             assert kinds(events)[-1] == "incomplete"
             assert without_ids(events[-1].response.model_dump()) == without_ids(cut.model_dump())
             parsed = await client.responses.create(**request, extra_body={"stop": [" So"]})
@@ -97,9 +98,7 @@ def test_thinking_and_tools_go_round():
             request["text"] = {"verbosity": "low", "format": {"type": "text"}}
             whole = await client.responses.create(**request, input=[ASK])
             assert "effort high low " in text_of(engine.asked[-1])
-            events = [e async for e in await client.responses.create(
-                **request, input=[ASK], stream=True
-            )]  # fmt: skip
+            events = await listed(client.responses.create(**request, input=[ASK], stream=True))
             streamed = events[-1].response
             assert without_ids(streamed.model_dump()) == without_ids(whole.model_dump())
             reasoning, message, *calls = whole.output
@@ -138,9 +137,7 @@ def test_thinking_and_tools_go_round():
             references = [{"type": "item_reference", "id": item.id} for item in whole.output]
             await client.responses.create(**request, input=[ASK, *references, *outputs])
             assert text_of(engine.asked[-1]) == text
-            await client.responses.create(
-                **request, input=outputs, previous_response_id=whole.id
-            )
+            await client.responses.create(**request, input=outputs, previous_response_id=whole.id)
             assert text_of(engine.asked[-1]) == text
 
     asyncio.run(scenario())
@@ -154,11 +151,10 @@ def test_log_probs_and_token_ids():
             whole = await client.responses.create(**request, extra_body=ids, tools=FUNCTIONS)
             log_probs = whole.output[1].content[0].logprobs
             assert len(log_probs) == len(tokens(SAID))
-            assert bytes(sum((each.bytes for each in log_probs[:-1]), [])).decode() == SAID
+            assert b"".join(bytes(each.bytes) for each in log_probs[:-1]).decode() == SAID
             assert whole.token_ids == tokens(SAID)
             assert whole.prompt_token_ids == list(engine.asked[-1].tokens)
-            stream = await client.responses.create(**request, tools=FUNCTIONS, stream=True)
-            events = [event async for event in stream]
+            events = await listed(client.responses.create(**request, tools=FUNCTIONS, stream=True))
             deltas = [e for e in events if e.type == "response.output_text.delta"]
             streamed = [each.token for e in deltas for each in e.logprobs]
             assert streamed == [each.token for each in log_probs]
@@ -186,7 +182,8 @@ def test_stored_responses():
             assert [item.type for item in items] == ["message"] * 3
             assert items[1].id == first.output[0].id
             pages = await client.responses.input_items.list(second.id, limit=2)
-            assert pages.has_more and [i.content[0].text for i in pages.data] == ["Two?", "It is 2."]
+            texts = [item.content[0].text for item in pages.data]
+            assert pages.has_more and texts == ["Two?", "It is 2."]
             await client.responses.delete(first.id)
             with pytest.raises(openai.NotFoundError, match="is not stored here"):
                 await client.responses.retrieve(first.id)
