@@ -35,14 +35,7 @@ def main(options: ServeOptions) -> None:
     params = source.weights().params
     driver = Driver(engine, params, max_waiting=options.max_waiting)
     body_bytes = options.body_bytes or (2**20 if served.image_processor is None else 2**25)
-    app = make_app(
-        served,
-        driver,
-        Metrics(driver),
-        options.request_s,
-        body_bytes,
-        store_bytes=options.response_store_bytes,
-    )
+    app = make_app(served, driver, Metrics(driver), options.request_s, body_bytes)
     max_prompt_tokens = served.max_tokens - 1  # room for one generated token
     filter_variants = (False, True) if options.warm_up_prompts else ()
     programs = aot_programs.warmup_programs(

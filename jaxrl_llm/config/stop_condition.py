@@ -89,7 +89,7 @@ class StopCondition(NamedTuple):
 
 
 def stop_condition(text: str) -> StopCondition | None:
-    """The condition that a text means, for example "val/loss < 0.5"; "" means none.
+    """The condition that a text means, for example "val/sft/loss < 0.5"; "" means none.
 
     Raises:
       ValueError: If it is no condition, or of a metric that no run has.
@@ -103,7 +103,7 @@ def stop_condition(text: str) -> StopCondition | None:
         threshold = math.nan
     if match is None or not math.isfinite(threshold):
         form = "'METRIC >= NUMBER', with >=, <=, > or <"
-        raise ValueError(f"{text!r} is not {form}, for example 'val/loss < 0.5'")
+        raise ValueError(f"{text!r} is not {form}, for example 'val/sft/loss < 0.5'")
     metric = match[1]
     if not any(pattern.fullmatch(metric) for pattern in _patterns()):
         raise ValueError(f"no run has a metric {metric!r}; {advice(metric, METRIC_NAMES)}")

@@ -47,7 +47,7 @@ class _GrowingItem:
 
     def as_json(self, status: str) -> Json:
         content = [] if status == "in_progress" else [self.part]
-        fields = {"summary": []} if self._kind == "reasoning" else {"role": "assistant"}
+        fields: Json = {"summary": []} if self._kind == "reasoning" else {"role": "assistant"}
         head = {"id": self.item_id, "type": self._kind}
         return {**head, "status": status, **fields, "content": content}
 

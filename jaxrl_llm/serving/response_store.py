@@ -34,7 +34,8 @@ class StoredResponse:
 
     def turns(self) -> list["StoredResponse"]:
         """All turns of the dialogue, oldest first."""
-        turns, turn = [], self
+        turns: list[StoredResponse] = []
+        turn: StoredResponse | None = self
         while turn:
             turns.append(turn)
             turn = turn.previous

@@ -12,7 +12,7 @@ from jaxrl_llm.config.stop_condition import METRIC_NAMES, stop_condition
     ("text", "met", "unmet"),
     [
         ("val-core/arithmetic/mean@4 >= 0.9", (0.9, 1.0), (0.89, math.nan)),
-        ("  val/loss<0.5 ", (0.4, -1.0), (0.5, math.inf)),
+        ("  val/sft/loss<0.5 ", (0.4, -1.0), (0.5, math.inf)),
         ("actor/entropy <= 1e-3", (1e-3, 0.0), (2e-3,)),
         ("critic/score/mean > 0", (1e-9,), (0.0, -1.0)),
         ("val/score/mean >= -1", (0.0,), (-2.0,)),
@@ -34,7 +34,7 @@ def test_values_meet_a_condition(text, met, unmet):
         ("critic/score/mean = 0.9", "is not 'METRIC >= NUMBER'"),
         ("critic/score/mean >= high", "is not 'METRIC >= NUMBER'"),
         ("critic/score/mean >= nan", "is not 'METRIC >= NUMBER'"),
-        ("critic/score/mean >= 0.9 and val/loss < 1", "is not 'METRIC >= NUMBER'"),
+        ("critic/score/mean >= 0.9 and val/sft/loss < 1", "is not 'METRIC >= NUMBER'"),
         ("critic/scores/mean >= 1", "did you mean 'critic/score/mean'"),
         ("val-core/sums/mean >= 1", "'val-core/SOURCE/mean@K'"),
         ("sft/losses < 1", "did you mean 'sft/loss'"),
