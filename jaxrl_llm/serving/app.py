@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrl_llm.agents.tools import special_tokens
-from jaxrl_llm.serving import fields, messages_api, replies, responses_fields
+from jaxrl_llm.serving import fields, messages_api, replies
 from jaxrl_llm.serving.chat import ChatBody
 from jaxrl_llm.serving.driver import Driver, RejectReason, RequestRejected, SampleEvent
 from jaxrl_llm.serving.messages_api import CountTokensBody, MessagesBody
@@ -39,9 +39,10 @@ from jaxrl_llm.serving.replies import (
     SampleDelta,
     TokenNames,
 )
-from jaxrl_llm.serving.response_events import ResponsesFormat
-from jaxrl_llm.serving.response_store import ResponseStore, storage_routes
-from jaxrl_llm.serving.responses_api import ResponseRequest, ResponsesBody
+from jaxrl_llm.serving.responses_api.body import ResponseRequest, ResponsesBody
+from jaxrl_llm.serving.responses_api.events import ResponsesFormat
+from jaxrl_llm.serving.responses_api.fields import PATH as RESPONSES_PATH
+from jaxrl_llm.serving.responses_api.store import ResponseStore, storage_routes
 from jaxrl_llm.serving.tokenization import DetokenizeBody, TokenizeBody, tokenize_reply
 from jaxrl_llm.serving.tool_call_stream import StreamedCall, ToolCallStream, thinking_marks
 
@@ -142,13 +143,13 @@ def make_app(
         check_model(body.model)
         return {"input_tokens": await in_tokenizer_thread(body.num_tokens, served)}
 
-    @app.post(responses_fields.PATH)
+    @app.post(RESPONSES_PATH)
     async def responses(body: ResponsesBody, request: fastapi.Request) -> Response:
         turn = ResponseRequest.from_body(body, store)
         make_format = functools.partial(ResponsesFormat, token_names, store, turn)
         return await answer(request, turn, make_format)
 
-    @app.post(f"{responses_fields.PATH}/input_tokens")
+    @app.post(f"{RESPONSES_PATH}/input_tokens")
     async def input_tokens(body: ResponsesBody) -> dict[str, Any]:
         check_model(body.model)
         turn = ResponseRequest.from_body(body, store)

@@ -22,18 +22,17 @@ from jaxrl_llm.serving import (
     fields,
     messages_api,
     protocol,
-    response_items,
-    responses_api,
-    responses_fields,
     tokenization,
 )
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.driver import Driver
 from jaxrl_llm.serving.metrics import Metrics
 from jaxrl_llm.serving.protocol import ServedModel
+from jaxrl_llm.serving.responses_api import body, items
+from jaxrl_llm.serving.responses_api import fields as response_fields
 
 ROOT = pathlib.Path(__file__).parents[2]
-PLACES = {**fields.PLACES, **responses_fields.PLACES}
+PLACES = {**fields.PLACES, **response_fields.PLACES}
 REQUIRED = ("model", "messages", "prompt", "max_tokens")  # the last one by this test
 MODELS = {
     "/v1/chat/completions": [chat.ChatBody],
@@ -64,24 +63,24 @@ MODELS = {
     "/v1/messages tool_choice": [messages_api.ApiToolChoice],
     "/v1/messages thinking": [messages_api.ThinkingConfig],
     "/v1/messages output_config": [messages_api.OutputConfig],
-    "/v1/responses": [responses_api.ResponsesBody],
+    "/v1/responses": [body.ResponsesBody],
     "/v1/responses input": [
-        response_items.MessageItem,
-        response_items.FunctionCallItem,
-        response_items.FunctionCallOutputItem,
-        response_items.ReasoningItem,
-        response_items.ItemReference,
+        items.MessageItem,
+        items.FunctionCallItem,
+        items.FunctionCallOutputItem,
+        items.ReasoningItem,
+        items.ItemReference,
     ],
     "/v1/responses input.content": [
-        response_items.TextItemPart,
-        response_items.ImageItemPart,
-        response_items.SummaryPart,
-        response_items.ReasoningPart,
+        items.TextItemPart,
+        items.ImageItemPart,
+        items.SummaryPart,
+        items.ReasoningPart,
     ],
-    "/v1/responses tools": [responses_api.FunctionTool],
-    "/v1/responses tool_choice": [responses_api.FunctionChoice],
-    "/v1/responses reasoning": [responses_api.ReasoningConfig],
-    "/v1/responses text": [responses_api.TextConfig],
+    "/v1/responses tools": [body.FunctionTool],
+    "/v1/responses tool_choice": [body.FunctionChoice],
+    "/v1/responses reasoning": [body.ReasoningConfig],
+    "/v1/responses text": [body.TextConfig],
 }
 
 

@@ -12,9 +12,9 @@ from openai.types.responses import ResponseUsage, response_create_params, respon
 from serving_chat import ASK, CALL, SERVED, TEMPLATE, talking, text_of, tokens
 from written_calls import TOOLS
 
-from jaxrl_llm.serving import responses_fields
 from jaxrl_llm.serving.protocol import ServedModel
-from jaxrl_llm.serving.response_store import ResponseStore, StoredResponse
+from jaxrl_llm.serving.responses_api import fields
+from jaxrl_llm.serving.responses_api.store import ResponseStore, StoredResponse
 
 THINKS = serving_model.byte_tokenizer(
     TEMPLATE.replace(
@@ -329,7 +329,7 @@ def test_agents_of_the_sdk_use_it_by_default():
 def test_no_field_of_the_sdk_is_unknown():
     kind = response_create_params.ResponseCreateParamsStreaming
     sent = set(typing.get_type_hints(kind))
-    assert len(sent) > 25 and sent <= set(responses_fields.RESPONSES)
+    assert len(sent) > 25 and sent <= set(fields.RESPONSES)
     for name in ("Message", "FunctionCallOutput", "ItemReference"):
         hints = typing.get_type_hints(getattr(response_input_item_param, name))
-        assert set(hints) <= set(responses_fields.ITEM), name
+        assert set(hints) <= set(fields.ITEM), name

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from jaxrl_llm.serving import responses_fields
 from jaxrl_llm.serving.chat import MAX_TOOLS, ChatBody, Name, validated_chat
 from jaxrl_llm.serving.fields import Strict
 from jaxrl_llm.serving.protocol import (
@@ -21,14 +20,15 @@ from jaxrl_llm.serving.protocol import (
     TopLogProbs,
 )
 from jaxrl_llm.serving.replies import Json
-from jaxrl_llm.serving.response_items import (
+from jaxrl_llm.serving.responses_api import fields
+from jaxrl_llm.serving.responses_api.items import (
     InputItem,
     ItemReference,
     MessageItem,
     chat_messages,
     check_types,
 )
-from jaxrl_llm.serving.response_store import ResponseStore, StoredResponse
+from jaxrl_llm.serving.responses_api.store import ResponseStore, StoredResponse
 
 LOG_PROBS = "message.output_text.logprobs"
 # The rest of OpenAI's concern tools that are not served, or add nothing to what replies have:
@@ -59,7 +59,7 @@ _ITEMS = pydantic.TypeAdapter(list[InputItem])
 class FunctionTool(Strict):
     """A function that the model may call and the client runs."""
 
-    rules = responses_fields.RESPONSE_TOOL
+    rules = fields.RESPONSE_TOOL
     type: Literal["function"]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
@@ -73,7 +73,7 @@ class FunctionTool(Strict):
 class FunctionChoice(Strict):
     """A `tool_choice` that forces a call of one function."""
 
-    rules = responses_fields.RESPONSE_TOOL_CHOICE
+    rules = fields.RESPONSE_TOOL_CHOICE
     type: Literal["function"]
     name: str
 
@@ -81,14 +81,14 @@ class FunctionChoice(Strict):
 class ReasoningConfig(Strict):
     """Effort: the variable `reasoning_effort` of the chat template."""
 
-    rules = responses_fields.REASONING
+    rules = fields.REASONING
     effort: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")] | None = None
 
 
 class TextConfig(Strict):
     """The format of the text, and the variable `verbosity` of the chat template."""
 
-    rules = responses_fields.TEXT
+    rules = fields.TEXT
     format: dict[str, Any] | None = None
     verbosity: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")] | None = None
 
@@ -104,7 +104,7 @@ class TextConfig(Strict):
 class ResponsesBody(Body):
     """`POST /v1/responses`."""
 
-    rules = responses_fields.RESPONSES
+    rules = fields.RESPONSES
     input: str | Annotated[list[InputItem], FAIL_FAST] = ""
     n: Literal[1] | None = None
     instructions: str | None = None

@@ -9,9 +9,9 @@ from typing import Any
 from jaxrl_llm.agents.tool_call_scanner import THINKING
 from jaxrl_llm.serving.protocol import ApiError, GenerationRequest
 from jaxrl_llm.serving.replies import Json, SampleDelta, TokenNames, token_log_probs
-from jaxrl_llm.serving.response_items import with_parts
-from jaxrl_llm.serving.response_store import ResponseStore, StoredResponse
-from jaxrl_llm.serving.responses_api import ResponseRequest
+from jaxrl_llm.serving.responses_api.body import ResponseRequest
+from jaxrl_llm.serving.responses_api.items import with_parts
+from jaxrl_llm.serving.responses_api.store import ResponseStore, StoredResponse
 from jaxrl_llm.serving.tool_call_stream import StreamedCall
 
 Event = tuple[str, Json]  # its type, its contents

@@ -11,7 +11,7 @@ import fastapi
 
 from jaxrl_llm.serving.protocol import ApiError
 from jaxrl_llm.serving.replies import Json
-from jaxrl_llm.serving.responses_fields import PATH
+from jaxrl_llm.serving.responses_api.fields import PATH
 
 _ENTRY_BYTES = 2**10  # of Python's objects around an entry
 

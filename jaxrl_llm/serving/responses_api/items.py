@@ -6,17 +6,17 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Discriminator, Field, Tag
 
-from jaxrl_llm.serving import fields, responses_fields
 from jaxrl_llm.serving.chat import CalledFunction, Name
-from jaxrl_llm.serving.fields import Strict
+from jaxrl_llm.serving.fields import UNSUPPORTED, Strict
 from jaxrl_llm.serving.protocol import FAIL_FAST, ApiError
 from jaxrl_llm.serving.replies import Json
+from jaxrl_llm.serving.responses_api import fields
 
 
 class TextItemPart(Strict):
     """Text of a message or of a tool's output."""
 
-    rules = responses_fields.ITEM_PART
+    rules = fields.ITEM_PART
     type: Literal["input_text", "output_text"]
     text: str
 
@@ -28,7 +28,7 @@ class TextItemPart(Strict):
 class ImageItemPart(Strict):
     """An image as a data URL; nothing is downloaded."""
 
-    rules = responses_fields.ITEM_PART
+    rules = fields.ITEM_PART
     type: Literal["input_image"]
     image_url: str
 
@@ -42,7 +42,7 @@ ItemContent = str | Annotated[list[ItemPart], FAIL_FAST]
 
 
 class _Item(Strict):
-    rules = responses_fields.ITEM
+    rules = fields.ITEM
     id: Name | None = None
 
 
@@ -80,7 +80,7 @@ class FunctionCallOutputItem(_Item):
 class SummaryPart(Strict):
     """A part of a summary of thinking."""
 
-    rules = responses_fields.ITEM_PART
+    rules = fields.ITEM_PART
     type: Literal["summary_text"]
     text: str
 
@@ -88,7 +88,7 @@ class SummaryPart(Strict):
 class ReasoningPart(Strict):
     """A part of the thinking itself."""
 
-    rules = responses_fields.ITEM_PART
+    rules = fields.ITEM_PART
     type: Literal["reasoning_text"]
     text: str
 
@@ -149,7 +149,7 @@ def check_types(items: Any) -> None:
         if isinstance(kind, str) and kind not in _MODELS:
             problem = f"an item of type {kind[:100]!r} is not supported by this server"
             message = f"input.{number}: {problem}; it takes {', '.join(_MODELS)}"
-            raise ApiError(400, message, code=fields.UNSUPPORTED, param="input")
+            raise ApiError(400, message, code=UNSUPPORTED, param="input")
 
 
 def chat_messages(items: Sequence[_Item]) -> Iterator[Json]:
