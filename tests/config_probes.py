@@ -716,7 +716,7 @@ def frame(config):
     """Steps of a run, those that are evaluated, and how long a signal may wait."""
     of_run = run.TrainingRun(config, "unused")
     evaluated = [step for step in range(of_run.total_steps + 1) if of_run.should_evaluate(step)]
-    return of_run.total_steps, evaluated, of_run.interruption._grace_s
+    return of_run.total_steps, evaluated, of_run.interruption._grace_s, of_run.stop_check.condition
 
 
 def schedule(config):

@@ -32,7 +32,7 @@ DISTRIBUTIONS = {
 # Extras for work on this repository; the others are features of the package.
 DEVELOPMENT = {"dev", "docs", "notebook", "parity", "test"}
 # Requirements of features that .ci/run does not install.
-UNPINNED = {"mlflow", "trackio", "verifiers", "wandb"}
+UNPINNED = {"lm-eval", "mlflow", "trackio", "verifiers", "wandb"}
 # Plugins of jax that tests probe for; the extras `tpu` and `cuda` bring them through jax.
 PROBED = {"libtpu", "jax_plugins"}
 

@@ -16,7 +16,8 @@ from jaxrl_llm.text import json_value
 # Settings that a resumed run may change: its length, logging and checkpoints, and the parallelism.
 # All others change the results.
 RESUMABLE = (
-    "trainer.num_steps", "evaluation", "checkpoint", "metrics", "alerts", "profiler",
+    "trainer.num_steps", "trainer.stop_when", "evaluation", "checkpoint", "metrics", "alerts",
+    "profiler",
     "trainer.max_tokens_per_microbatch", "mesh", "placement", "model.remat", "model.attention",
     "trainer.layouts", "rollout.num_slots", "rollout.cache_tokens", "rollout.chunk_steps",
     "rollout.speculation", "rollout.prefix_caching",

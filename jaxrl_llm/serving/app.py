@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextvars
 import functools
+import importlib.metadata
 import operator
 import reprlib
 import time
@@ -39,6 +40,10 @@ from jaxrl_llm.serving.replies import (
     SampleDelta,
     TokenNames,
 )
+from jaxrl_llm.serving.responses_api.body import ResponseRequest, ResponsesBody
+from jaxrl_llm.serving.responses_api.events import ResponsesFormat
+from jaxrl_llm.serving.responses_api.fields import PATH as RESPONSES_PATH
+from jaxrl_llm.serving.responses_api.store import ResponseStore, storage_routes
 from jaxrl_llm.serving.tokenization import DetokenizeBody, TokenizeBody, tokenize_reply
 from jaxrl_llm.serving.tool_call_stream import StreamedCall, ToolCallStream, thinking_marks
 
@@ -61,6 +66,7 @@ def make_app(
     request_s: float = 600.0,
     body_bytes: int = 2**20,
     body_s: float = 30.0,
+    store_bytes: int = 2**26,
 ) -> fastapi.FastAPI:
     """The ASGI application of a server; `driver` must call its listeners in the same event loop.
 
@@ -71,9 +77,10 @@ def make_app(
       request_s: Time limit of a request in seconds, from acceptance to the last token.
       body_bytes: Largest request body.
       body_s: Seconds in which the body has to arrive.
+      store_bytes: Memory for stored responses of the Responses API.
     """
     app = fastapi.FastAPI(title="jaxrl_llm", docs_url=None, redoc_url=None)
-    token_names = TokenNames(served.tokenizer)
+    token_names, store = TokenNames(served.tokenizer), ResponseStore(store_bytes)
     start_request = functools.partial(
         _ActiveRequest, driver, metrics, request_s, _Detokenizers(served)
     )
@@ -82,6 +89,7 @@ def make_app(
     tokenizer_thread = concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
     model_card = {"id": served.name, "object": "model", "created": int(time.time())}
     model_card |= {"owned_by": "jaxrl_llm", "max_model_len": served.max_tokens}
+    model_card |= {"root": served.name, "parent": None, "permission": []}
 
     def in_tokenizer_thread(function: Callable[..., _T], *arguments: Any) -> Awaitable[_T]:
         run = contextvars.copy_context().run  # a session is a context variable
@@ -95,7 +103,7 @@ def make_app(
 
     async def answer(
         request: fastapi.Request,
-        body: CompletionBody | ChatBody | MessagesBody,
+        body: CompletionBody | ChatBody | MessagesBody | ResponseRequest,
         make_format: Callable[[GenerationRequest], ReplyFormat],
     ) -> Response:
         """The reply, or its event stream; the engine is already working on it."""
@@ -138,6 +146,21 @@ def make_app(
         check_model(body.model)
         return {"input_tokens": await in_tokenizer_thread(body.num_tokens, served)}
 
+    @app.post(RESPONSES_PATH)
+    async def responses(body: ResponsesBody, request: fastapi.Request) -> Response:
+        turn = ResponseRequest.from_body(body, store)
+        make_format = functools.partial(ResponsesFormat, token_names, store, turn)
+        return await answer(request, turn, make_format)
+
+    @app.post(f"{RESPONSES_PATH}/input_tokens")
+    async def input_tokens(body: ResponsesBody) -> dict[str, Any]:
+        check_model(body.model)
+        turn = ResponseRequest.from_body(body, store)
+        count = await in_tokenizer_thread(turn.num_tokens, served)
+        return {"object": "response.input_tokens", "input_tokens": count}
+
+    app.include_router(storage_routes(store))
+
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         check_model(body.model or served.name)
@@ -161,6 +184,10 @@ def make_app(
     async def health() -> JSONResponse:
         state = driver.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": importlib.metadata.version("jaxrl_llm")}
 
     @app.get("/metrics")
     async def prometheus() -> Response:

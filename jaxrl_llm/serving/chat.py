@@ -365,6 +365,18 @@ def expected_calls(
     return ExpectedCalls(call_format, schemas_of(tools), call_start, open_thinking=thinking)
 
 
+def validated_chat(chat: Mapping[str, Any]) -> ChatBody:
+    """The chat that a request of another protocol means; raises `ApiError` if there is none."""
+    try:
+        return ChatBody.model_validate(chat)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        message = f"{place}: {first['msg'].removeprefix('Value error, ')}".removeprefix(": ")
+        param = str(first["loc"][0]) if first["loc"] else ""
+        raise ApiError(400, message, param=param) from error
+
+
 def _load_images(served: ServedModel, messages: Sequence[ChatMessage]) -> list[PromptImage]:
     """The images of the messages, decoded; raises `ApiError` for one that cannot be read."""
     images = []

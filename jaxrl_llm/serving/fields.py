@@ -42,7 +42,7 @@ def refused_except(*neutral: Any) -> Rule:
     return Rule("refused", neutral)
 
 
-_BOTH: Mapping[str, Rule] = {
+BOTH: Mapping[str, Rule] = {
     # OpenAI's.
     "model": USED,
     "n": USED,
@@ -105,7 +105,7 @@ _BOTH: Mapping[str, Rule] = {
 }
 
 CHAT: Mapping[str, Rule] = {
-    **_BOTH,
+    **BOTH,
     "messages": USED,
     "max_completion_tokens": USED,
     "top_logprobs": USED,
@@ -134,7 +134,7 @@ CHAT: Mapping[str, Rule] = {
 }
 
 COMPLETION: Mapping[str, Rule] = {
-    **_BOTH,
+    **BOTH,
     "prompt": USED,
     "best_of": USED,
     "echo": USED,

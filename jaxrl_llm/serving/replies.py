@@ -323,7 +323,7 @@ class CompletionFormat:
         }
 
     def _token_text(self, token: int) -> str:
-        return f"token_id:{token}" if self._generation.names_token_ids else self._names.text(token)
+        return token_text(self._names, self._generation.names_token_ids, token)
 
     def _prompt_token_ids(self, index: int) -> Json:
         """The prompt of a sample, if asked for; the choice of a completion has it, as in vLLM."""
@@ -401,17 +401,28 @@ class ChatFormat(CompletionFormat):
         return {"message": message}
 
     def _log_probs(self, piece: SampleDelta) -> Json:
-        def entry(token: int, log_prob: float) -> Json:
-            raw = list(self._names.bytes(token))
-            return {
-                "token": self._token_text(token),
-                "logprob": json_log_prob(log_prob),
-                "bytes": raw,
-            }
-
-        tops = piece.top_log_probs or ((),) * len(piece.tokens)
-        content = [
-            {**entry(t, p), "top_logprobs": [entry(*pair) for pair in top]}
-            for t, p, top in zip(piece.tokens, piece.log_probs, tops, strict=True)
-        ]
+        content = token_log_probs(self._names, self._generation.names_token_ids, piece)
         return {"content": content, "refusal": None}
+
+
+def token_log_probs(names: TokenNames, names_token_ids: bool, piece: SampleDelta) -> list[Json]:
+    """OpenAI's entries for the sampled tokens of a piece, each with its top log-probs."""
+
+    def entry(token: int, log_prob: float) -> Json:
+        text = token_text(names, names_token_ids, token)
+        return {
+            "token": text,
+            "logprob": json_log_prob(log_prob),
+            "bytes": list(names.bytes(token)),
+        }
+
+    tops = piece.top_log_probs or ((),) * len(piece.tokens)
+    return [
+        {**entry(t, p), "top_logprobs": [entry(*pair) for pair in top]}
+        for t, p, top in zip(piece.tokens, piece.log_probs, tops, strict=True)
+    ]
+
+
+def token_text(names: TokenNames, names_token_ids: bool, token: int) -> str:
+    """A token's name in log-probs: its text or, if the client asked for it, "token_id:17"."""
+    return f"token_id:{token}" if names_token_ids else names.text(token)

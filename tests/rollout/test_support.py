@@ -110,7 +110,10 @@ def sampled(turns):
     )
     if turns:
         params = tuple(dataclasses.replace(p, stop_strings=("#",)) for p in params)
-    rows = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in ("ask " * 6, "and more" * 3)]
+    rows = [
+        TOKENIZER(text, add_special_tokens=False)["input_ids"]
+        for text in ("ask " * 6, "and more" * 3)
+    ]
     prompts = PromptBatch(
         tuple(Prompt(tuple(ids), "", "test", None, {}, i) for i, ids in enumerate(rows))
     )
