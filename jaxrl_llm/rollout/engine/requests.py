@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
@@ -37,6 +37,17 @@ TopLogProbs = tuple[tuple[int, float], ...]
 
 class RequestError(UserError, ValueError):
     """The engine cannot serve a request; the message says how to change it."""
+
+
+# Fields of `SamplingParams` that adjust logits, and their values that do not.
+_NO_ADJUSTMENTS: Mapping[str, Any] = {
+    "logit_bias": (),
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    "bad_words": (),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +85,11 @@ class SamplingParams:
     @property
     def is_filtered(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def adjustments(self) -> list[str]:
+        """The names of the fields that adjust logits, or delay stop strings, and are set."""
+        return [name for name, off in _NO_ADJUSTMENTS.items() if getattr(self, name) != off]
 
     @property
     def is_history_dependent(self) -> bool:
