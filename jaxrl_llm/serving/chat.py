@@ -222,6 +222,7 @@ class ChatBody(Body):
     verbosity: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None  # false: thinking is dropped from the reply
+    prompt_logprobs: TopLogProbs | None = None  # vLLM's
 
     @pydantic.model_validator(mode="after")
     def _check_top_logprobs(self) -> "ChatBody":
@@ -330,6 +331,7 @@ class ChatBody(Body):
             num_top,
             calls,
             prompt.images,
+            num_prompt_log_probs=self.prompt_logprobs,
         )
 
 

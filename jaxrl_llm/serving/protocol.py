@@ -179,12 +179,6 @@ class Body(SamplingFields):
         return strings
 
     @pydantic.model_validator(mode="after")
-    def _check_prompt_logprobs(self) -> "Body":
-        if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs is not available with stream=true")
-        return self
-
-    @pydantic.model_validator(mode="after")
     def _check_stream_options(self) -> "Body":
         options = self.stream_options and self.stream_options.model_dump(exclude_none=True)
         if options and any(options.values()) and not self.stream:
@@ -206,6 +200,7 @@ class Body(SamplingFields):
         calls: ExpectedCalls | None = None,
         images: Sequence[PromptImage] = (),  # of every prompt
         echoed_texts: Sequence[str] = (),  # prompts that replies begin with; (): not echoed
+        num_prompt_log_probs: int | None = None,  # `prompt_logprobs`
     ) -> GenerationRequest:
         stop_tokens = () if self.ignore_eos else served.eos_tokens
         if extra_stop_tokens := self.stop_token_ids:
@@ -219,7 +214,10 @@ class Body(SamplingFields):
         except ValueError as error:
             raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
         count = self.n or 1
-        num_prompt_top = self.prompt_logprobs
+        if num_prompt_log_probs is not None and self.stream:
+            message = "prompt_logprobs is not available with stream=true; leave one of them out"
+            raise ApiError(400, message, param="prompt_logprobs")
+        num_prompt_top = num_prompt_log_probs
         if echoed_texts and num_top >= 0:
             num_prompt_top = max(num_top, num_prompt_top or 0)
         is_prompt_only = max_tokens == 0
@@ -272,7 +270,7 @@ class Body(SamplingFields):
             with_token_ids=bool(self.return_token_ids),
             names_token_ids=bool(self.return_tokens_as_token_ids),
             echoed_texts=tuple(echoed_texts),
-            num_prompt_log_probs=self.prompt_logprobs,
+            num_prompt_log_probs=num_prompt_log_probs,
             is_prompt_only=is_prompt_only,
         )
 
@@ -286,6 +284,7 @@ class CompletionBody(Body):
     logprobs: TopLogProbs | None = None
     best_of: int | None = None
     echo: bool | None = None
+    prompt_logprobs: TopLogProbs | None = None  # vLLM's
 
     @pydantic.model_validator(mode="after")
     def _check_counts(self) -> "CompletionBody":
@@ -328,6 +327,7 @@ class CompletionBody(Body):
             default_tokens=16,  # OpenAI's
             num_top=num_top,
             echoed_texts=texts if self.echo else (),
+            num_prompt_log_probs=self.prompt_logprobs,
         )
 
 

@@ -273,7 +273,7 @@ def test_filters_leave_the_likeliest(client):
         (
             {"extra_body": {"prompt_logprobs": 1, "stream": True}},
             400,
-            None,
+            "prompt_logprobs",
             "not available with stream=true",
         ),
         ({"extra_body": {"prompt_logprobs": -1}}, 400, "prompt_logprobs", "equal to 0"),
