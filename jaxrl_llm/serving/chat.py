@@ -1,5 +1,6 @@
 """The request body of OpenAI's chat completions, with tools and images."""
 
+import functools
 import inspect
 import itertools
 import json
@@ -13,12 +14,22 @@ from transformers import PreTrainedTokenizerBase
 from jaxrl_llm.agents.episode import call_id
 from jaxrl_llm.agents.template_delta import with_json_arguments
 from jaxrl_llm.agents.tool_call_arguments import schemas_of
+from jaxrl_llm.agents.tool_call_formats import FORMATS
+from jaxrl_llm.agents.tool_call_grammars import (
+    AllowedTool,
+    Call,
+    CallGrammarError,
+    RenderCalls,
+    call_grammar,
+)
 from jaxrl_llm.agents.tool_call_scanner import open_thinking_mark
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.images import expand_tokens
 from jaxrl_llm.data.tokenizer import Message
+from jaxrl_llm.rollout.structured_outputs import GrammarSource
 from jaxrl_llm.serving import fields
+from jaxrl_llm.serving.constraints import CONSTRAINT_ERRORS, ReplyMarks, reply_grammar
 from jaxrl_llm.serving.fields import Strict
 from jaxrl_llm.serving.protocol import (
     FAIL_FAST,
@@ -159,6 +170,7 @@ class FunctionDefinition(Strict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None  # the arguments of every call are valid by the schema
 
 
 class Tool(Strict):
@@ -167,6 +179,11 @@ class Tool(Strict):
     rules = fields.TOOL
     type: Literal["function"]
     function: FunctionDefinition
+
+    def call_schema(self, required: bool) -> dict[str, Any]:
+        """The schema of arguments: its own if it is strict or `required`, else of any object."""
+        function = self.function
+        return function.parameters or {} if function.strict or required else {}
 
     @property
     def template_schema(self) -> dict[str, Any]:
@@ -202,6 +219,8 @@ class RenderedPrompt(NamedTuple):
     call_start: str  # behind it: the beginning of a call that is forced
     tokens: tuple[int, ...]  # of both, with placeholders of images expanded
     images: tuple[PromptImage, ...]
+    # Renders calls of tools behind the dialogue; returns the text from its end on.
+    render_calls: RenderCalls
 
 
 class ChatBody(Body):
@@ -309,7 +328,8 @@ class ChatBody(Body):
             tokens, images = expand_tokens(served.image_processor, tokens, images, "messages")
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
-        return RenderedPrompt(text, call_start, tokens, tuple(images))
+        render_calls = functools.partial(_rendered_calls, served, messages, options, text)
+        return RenderedPrompt(text, call_start, tokens, tuple(images), render_calls)
 
     def generation_request(self, served: ServedModel) -> GenerationRequest:
         prompt, tools = self.rendered_prompt(served), self._template_tools
@@ -324,6 +344,10 @@ class ChatBody(Body):
             open_thinking=open_thinking_mark(prompt.text),
             drops_thinking=self.include_reasoning is False,
         )
+        try:
+            source = self._grammar_source(served, prompt)
+        except (CallGrammarError, *CONSTRAINT_ERRORS) as error:
+            raise ApiError(400, f"tools: {error}", param="tools") from error
         limit = self.max_completion_tokens or self.max_tokens
         num_top = (self.top_logprobs or 0) if self.logprobs else -1
         return self._generation_request(
@@ -335,6 +359,38 @@ class ChatBody(Body):
             num_top,
             expected_calls if parses_calls or thinks else None,
             prompt.images,
+            source,
+        )
+
+    def _grammar_source(self, served: ServedModel, prompt: RenderedPrompt) -> GrammarSource | None:
+        """The constraint of the reply: of its text, of its calls, or of either."""
+        answer = self.reply_constraint()
+        offered = () if self.tool_choice == "none" else self.tools or ()
+        is_strict = any(tool.function.strict for tool in offered)
+        if not (answer or is_strict or prompt.call_start):
+            return None
+        calls = None
+        if offered:
+            names = self._required_tools or [tool.function.name for tool in offered]
+            calls = call_grammar(
+                served.call_format,
+                prompt.render_calls,
+                [
+                    AllowedTool(tool.function.name, tool.call_schema(bool(self._required_tools)))
+                    for tool in offered
+                    if tool.function.name in names
+                ],
+                served.grammars.literal,
+                [served.grammars.token_text(token) for token in served.eos_tokens],
+                only_one=self.parallel_tool_calls is False,
+                call_start=prompt.call_start,
+            )
+        return reply_grammar(
+            served.grammars.literal,
+            answer=None if prompt.call_start else answer,
+            calls=calls,
+            has_text=not (answer or prompt.call_start),
+            marks=_reply_marks(served, prompt),
         )
 
 
@@ -395,6 +451,41 @@ def _render_messages(
         return render(with_json_arguments(messages))
 
 
+def _turn_with_calls(
+    served: ServedModel,
+    messages: Sequence[Message],
+    options: Mapping[str, Any],
+    calls: Sequence[Call],
+) -> str:
+    """The dialogue and a turn of the assistant with these calls, rendered."""
+
+    def render_text(dialogue: Sequence[Message]) -> str:
+        return str(tokenizer_lib.render_chat(served.tokenizer, dialogue, options, tokenize=False))
+
+    tool_calls = [_template_call(number, *call) for number, call in enumerate(calls)]
+    turn = {"role": "assistant", "content": "", "tool_calls": tool_calls}
+    return _render_messages(render_text, [*messages, turn])
+
+
+def _rendered_calls(
+    served: ServedModel,
+    messages: Sequence[Message],
+    options: Mapping[str, Any],
+    text: str,
+    calls: Sequence[Call],
+) -> str:
+    """The text of these calls behind the dialogue, which is rendered as `text` before a reply."""
+    return _turn_with_calls(served, messages, options, calls).removeprefix(text)
+
+
+def _reply_marks(served: ServedModel, prompt: RenderedPrompt) -> ReplyMarks:
+    """The marks of the model's thinking and answers, as its format or its template has them."""
+    if served.call_format and (row := FORMATS[served.call_format]).thinking_marks:
+        return ReplyMarks(row.thinking_marks, "", row.answer_start)
+    marks = thinking_marks(str(served.tokenizer.chat_template))
+    return ReplyMarks(marks, open_thinking_mark(prompt.text))
+
+
 def _forced_call_start(
     served: ServedModel,
     messages: Sequence[Message],
@@ -403,19 +494,11 @@ def _forced_call_start(
     names: Sequence[str],
 ) -> str:
     """The text after the dialogue that begins any call of these tools, to force one of them."""
-
-    def render_text(dialogue: Sequence[Message]) -> str:
-        return str(tokenizer_lib.render_chat(served.tokenizer, dialogue, options, tokenize=False))
-
     if not names:
         return ""
-    turns = [
-        {"role": "assistant", "content": "", "tool_calls": [_template_call(0, name, arguments)]}
-        for name in names
-        for arguments in ({}, {"x": 1})
-    ]
+    calls = [(name, arguments) for name in names for arguments in ({}, {"x": 1})]
     columns = zip(
-        *(_render_messages(render_text, [*messages, turn]) for turn in turns), strict=False
+        *(_turn_with_calls(served, messages, options, [call]) for call in calls), strict=False
     )
     shared = itertools.takewhile(lambda characters: len({*characters}) == 1, columns)
     common = "".join(characters[0] for characters in shared)

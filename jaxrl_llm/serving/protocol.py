@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import reprlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from jaxrl_llm.data.images import ImagePreprocessor
 from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.rollout.engine import requests
+from jaxrl_llm.rollout.engine.grammars import Grammar
 from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS, Request, SamplingParams
+from jaxrl_llm.rollout.structured_outputs import GrammarCompiler, GrammarSource, source_of
 from jaxrl_llm.serving import fields
+from jaxrl_llm.serving.constraints import CONSTRAINT_ERRORS, ConstrainedBody, Constraint
 from jaxrl_llm.serving.fields import Strict
 from jaxrl_llm.serving.tool_call_stream import ExpectedCalls
 from jaxrl_llm.text import text_fault
@@ -71,6 +75,11 @@ class ServedModel:
         lambda images, num_tokens: None
     )
 
+    @functools.cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles the constraints of requests."""
+        return GrammarCompiler(self.tokenizer, self.vocab_size)
+
 
 @dataclasses.dataclass(frozen=True)
 class GenerationRequest:
@@ -81,6 +90,12 @@ class GenerationRequest:
     expected_calls: ExpectedCalls | None = None  # None: replies are text alone
     with_token_ids: bool = False  # of the prompt and of the reply
     names_token_ids: bool = False  # log-probs name a token "token_id:17", not by its text
+    grammar_source: GrammarSource | None = None  # constrains every reply, once it is compiled
+
+    def with_grammar(self, grammar: Grammar) -> "GenerationRequest":
+        """The same request with the compiled grammar of its samples."""
+        constrained = (dataclasses.replace(each, grammar=grammar) for each in self.requests)
+        return dataclasses.replace(self, requests=tuple(constrained))
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -106,7 +121,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = None  # with `include_usage`: in every chunk, as vLLM
 
 
-class Body(Strict):
+class Body(ConstrainedBody):
     """The fields that completions and chat completions have in common."""
 
     model: str
@@ -170,6 +185,13 @@ class Body(Strict):
         """Converts the body into engine requests; raises `ApiError` if it cannot be served."""
         raise NotImplementedError
 
+    def reply_constraint(self) -> Constraint | None:
+        """The constraint of the reply; raises `ApiError` if it cannot be read."""
+        try:
+            return self.constraint()
+        except CONSTRAINT_ERRORS as error:
+            raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
+
     def _generation_request(
         self,
         served: ServedModel,
@@ -180,7 +202,11 @@ class Body(Strict):
         num_top: int,  # top log-probs per token; -1: no log-probs at all
         calls: ExpectedCalls | None = None,
         images: Sequence[PromptImage] = (),  # of every prompt
+        grammar_source: GrammarSource | None = None,
     ) -> GenerationRequest:
+        if grammar_source is not None and self.ignore_eos:
+            message = f"a reply ends when its {grammar_source.setting} is complete; leave it out"
+            raise ApiError(400, f"ignore_eos: {message}", param="ignore_eos")
         stop_tokens = () if self.ignore_eos else served.eos_tokens
         if extra_stop_tokens := self.stop_token_ids:
             check_tokens(served, extra_stop_tokens, "stop_token_ids")
@@ -223,6 +249,7 @@ class Body(Strict):
             expected_calls=calls,
             with_token_ids=bool(self.return_token_ids),
             names_token_ids=bool(self.return_tokens_as_token_ids),
+            grammar_source=grammar_source,
         )
 
 
@@ -262,8 +289,16 @@ class CompletionBody(Body):
                 check_tokens(served, prompt, "prompt")
             prompts.append(tuple(prompt))
         num_top = -1 if self.logprobs is None else self.logprobs
-        # The default of `max_tokens` is 16, as OpenAI's.
-        return self._generation_request(served, prompts, "prompt", self.max_tokens, 16, num_top)
+        constraint = self.reply_constraint()
+        return self._generation_request(
+            served,
+            prompts,
+            "prompt",
+            self.max_tokens,
+            16,  # as OpenAI's
+            num_top,
+            grammar_source=source_of(*constraint) if constraint else None,
+        )
 
 
 def check_tokens(served: ServedModel, tokens: Sequence[int], param: str) -> None:

@@ -5,6 +5,7 @@ that scans stacked arrays copies the whole cache every step.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from jaxrl_llm.rollout.engine.kv_cache import (
 )
 from jaxrl_llm.rollout.engine.prefill import Prefix
 from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS
-from jaxrl_llm.rollout.engine.token_sampling import SamplerState
+from jaxrl_llm.rollout.engine.token_sampling import SamplerState, TokenMasks
 
 NO_CACHE = Cache((), ())
 
@@ -102,6 +103,16 @@ class ChunkedPrefill:
     sights: ImageInputs | None = None  # image inputs; None: no images
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChunkInputs:
+    """Inputs that all steps of a decode chunk share."""
+
+    cache_view: ContiguousView | PagedView
+    cached_ends: Int[Array, " S"]  # one past the last position in the pages
+    angles: Any  # rotary embeddings of the positions that the chunk may reach
+
+
 def empty_state(
     network: Network,
     num_slots: int,
@@ -138,14 +149,20 @@ def insert(
     prefix: Prefix,
     admission: InsertArgs,
     writes: PageWrites,
+    masks: TokenMasks | None = None,
     *,
     split: CacheSharding = REPLICATED,
     filtered: bool,
     num_top: int,
 ) -> tuple[DecodeState, Outputs]:
-    """Writes prompts to pages and samples the first token of each sample, a column of outputs."""
+    """Writes prompts to pages and samples the first token of each sample, a column of outputs.
+
+    `masks` are the tokens that the grammar of each sample allows; None: no sample has one.
+    """
     a = admission
     lengths, logits = prefix.lengths[a.prompt_indices], prefix.logits[a.prompt_indices]
+    if masks is not None:
+        logits = token_sampling.mask_logits(logits, masks)
     state, outputs = _enter(state, a, logits, lengths, filtered, num_top)
     history = state.history
     if history.shape[1]:
@@ -192,6 +209,7 @@ def extend(
     state: DecodeState,
     continuation: ChunkedPrefill,
     admission: InsertArgs,
+    masks: TokenMasks | None = None,
     *,
     split: CacheSharding = REPLICATED,
     window: int,
@@ -204,6 +222,7 @@ def extend(
 
     Args:
       admission: As for `insert`; `prompt_indices` is not used.
+      masks: As for `insert`.
       window: Static; at least the cached tokens of every sample.
       reader: Static, as for `generate`; but on accelerators this many queries read a copy.
 
@@ -248,6 +267,8 @@ def extend(
     )
     last_hidden = jnp.take_along_axis(x, (continuation.lengths - 1)[:, None, None], axis=1)
     logits = network.logits(params, network.norm(params, last_hidden))[:, 0]
+    if masks is not None:
+        logits = token_sampling.mask_logits(logits, masks)
     lengths = continuation.cached_lengths + continuation.lengths
     state, outputs = _enter(state, admission, logits, lengths, filtered, num_top)
     history = state.history
@@ -311,21 +332,18 @@ def generate(
       num_top: Number of most likely tokens to report.
       keeps_routes: Whether to report the experts chosen for each token.
     """
-    width = 1 + draft_tokens
+    width, num_tokens = 1 + draft_tokens, num_steps * (1 + draft_tokens)
     table = table[:num_slots]
-    small = dataclasses.replace(state, cache=NO_CACHE)
-    live = jax.tree.map(lambda a: a[:num_slots], small)
-    cached_ends = live.positions  # one past the last position in the pages
-    cache_args = network.shape, state.cache, split, table
-    cache_view = decode_attention.make_cache_view(
-        *cache_args, jnp.where(live.remaining > 0, cached_ends, 0), window, reader
+    chunk, live, recent = begin_chunk(
+        network,
+        state,
+        table,
+        split=split,
+        num_tokens=num_tokens,
+        num_slots=num_slots,
+        window=window,
+        reader=reader,
     )
-    num_tokens = num_steps * width
-    recent = kv_cache.empty_write_buffer(
-        network.shape, num_slots, num_tokens, state.cache.keys[0].dtype
-    )
-    first_positions = live.positions[:, None]
-    angles = network.rotary(first_positions + live.rotary_offsets[:, None] + jnp.arange(num_tokens))
     num_routes = network.num_routes if keeps_routes else 0
 
     def step(carry):
@@ -346,27 +364,20 @@ def generate(
                 history, live.positions, draft_tokens, ngram_tokens
             )
             inputs = jnp.concatenate([inputs, jnp.maximum(drafts, 0)], axis=1)
-        query_positions = live.positions[:, None] + jnp.arange(width)
-
-        def positions_of_first(count: Int[Array, " S"]) -> Int[Array, "S recent"]:
-            positions = jnp.where(jnp.arange(width) < count[:, None], query_positions, NO_POSITION)
-            return lax.dynamic_update_slice_in_dim(recent.positions, positions, start, axis=1)
-
-        positions = positions_of_first(jnp.where(active, width, 0))
-        # Inactive slots see no page, so kernels skip theirs. Computed here once for all layers.
-        active_ends = jnp.where(active, cached_ends, 0)
-        copied_window = window if reader == "gather" else 0
-        visibility = decode_attention.make_visibility(
-            network.shape, query_positions, active_ends, positions, copied_window
+        logits, new_recent, routes = forward_step(
+            network,
+            params,
+            chunk,
+            live,
+            recent,
+            start,
+            inputs,
+            split=split,
+            window=window,
+            reader=reader,
         )
-        steps = (query_positions - first_positions)[:, :, None, None]
-        rotary = jax.tree.map(lambda table: jnp.take_along_axis(table, steps, axis=1), angles)
-        x, keys, values, routes = _forward(
-            network, params, cache_view, split, recent, start, inputs, rotary, visibility
-        )
-        logits = network.logits(params, network.norm(params, x))
         routes = routes[..., :num_routes]
-        next_positions = query_positions + 1
+        next_positions = live.positions[:, None] + jnp.arange(width) + 1
         flat = logits.reshape(num_slots * width, -1)
         sampler = jax.tree.map(lambda a: jnp.repeat(a, width, axis=0), live.sampler)
         sampled = (
@@ -380,23 +391,12 @@ def generate(
             )
             count = accepted.sum(axis=1)
             last = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-            end = live.history.shape[1]  # past it: dropped
-            write_at = jnp.where(accepted, next_positions, end + jnp.arange(width))
-            history = live.history.at[jnp.arange(num_slots)[:, None], write_at].set(
-                drawn, mode="drop", unique_indices=True
-            )
-            positions = positions_of_first(count)
+            history = write_history(live, drawn, accepted)
+            positions = _step_positions(live, recent, start, width, count)
+            new_recent = dataclasses.replace(new_recent, positions=positions)
         else:
             accepted, count, last, history = active[:, None], active, drawn[:, 0], live.history
-        tokens = jnp.where(active, last, live.tokens)
-        remaining = jnp.where(_is_stop(tokens, live.stop_tokens), 0, live.remaining - count)
-        live = dataclasses.replace(
-            live,
-            tokens=tokens,
-            positions=live.positions + count,
-            remaining=jnp.where(active, remaining, 0),
-            history=history,
-        )
+        live = advance_slots(live, last, count, history)
         step_outputs = (
             jnp.where(accepted, drawn, -1),
             jnp.where(accepted, log_probs, 0.0),
@@ -407,7 +407,7 @@ def generate(
             array.at[number].set(jnp.swapaxes(row, 0, 1))
             for array, row in zip(outputs, step_outputs, strict=True)
         )
-        return number + 1, live, WriteBuffer(keys, values, positions), outputs
+        return number + 1, live, new_recent, outputs
 
     def unfinished(carry):
         number, live, *_ = carry
@@ -418,10 +418,132 @@ def generate(
     tops = (jnp.zeros((*dims, num_top), dtype) for dtype in (jnp.int32, jnp.float32))
     empty_outputs = (tokens, log_probs, *tops, jnp.zeros((*dims, num_routes), ROUTE_DTYPE))
     _, live, recent, outputs = lax.while_loop(unfinished, step, (0, live, recent, empty_outputs))
-    cache = kv_cache.flush_buffer(state.cache, split, recent, table, by_slot=True)
     rounds = [a.reshape(num_tokens, *a.shape[2:]) for a in outputs]
+    state = end_chunk(state, live, recent, table, split=split)
+    return state, Outputs(*[*rounds, live.remaining + 0])
+
+
+def begin_chunk(
+    network: Network,
+    state: DecodeState,
+    table: Int[Array, "S pages"],
+    *,
+    split: CacheSharding,
+    num_tokens: int,
+    num_slots: int,
+    window: int,
+    reader: CacheReader,
+) -> tuple[ChunkInputs, DecodeState, WriteBuffer]:
+    """Starts a chunk in which each of the first `num_slots` slots gets up to `num_tokens` tokens.
+
+    Returns what its steps read, the state of the slots without the cache, and an empty buffer.
+    """
+    small = dataclasses.replace(state, cache=NO_CACHE)
+    live = jax.tree.map(lambda a: a[:num_slots], small)
+    cached_ends = live.positions  # one past the last position in the pages
+    cache_args = network.shape, state.cache, split, table
+    cache_view = decode_attention.make_cache_view(
+        *cache_args, jnp.where(live.remaining > 0, cached_ends, 0), window, reader
+    )
+    recent = kv_cache.empty_write_buffer(
+        network.shape, num_slots, num_tokens, state.cache.keys[0].dtype
+    )
+    first_positions = live.positions[:, None]
+    angles = network.rotary(first_positions + live.rotary_offsets[:, None] + jnp.arange(num_tokens))
+    return ChunkInputs(cache_view, cached_ends, angles), live, recent
+
+
+def forward_step(
+    network: Network,
+    params: Params,
+    chunk: ChunkInputs,
+    live: DecodeState,
+    recent: WriteBuffer,
+    start: Int[Array, ""],
+    inputs: Int[Array, "S Q"],
+    *,
+    split: CacheSharding,
+    window: int,
+    reader: CacheReader,
+) -> tuple[Float[Array, "S Q V"], WriteBuffer, Int[Array, "S Q routes"]]:
+    """Feeds every slot its tokens `inputs`; returns logits, the buffer with them, and routes.
+
+    Their keys and values are at `start` in the buffer, those of inactive slots without a position.
+    """
+    width = inputs.shape[1]
+    active = live.remaining > 0
+    query_positions = live.positions[:, None] + jnp.arange(width)
+    positions = _step_positions(live, recent, start, width, jnp.where(active, width, 0))
+    # Inactive slots see no page, so kernels skip theirs. Computed here once for all layers.
+    active_ends = jnp.where(active, chunk.cached_ends, 0)
+    copied_window = window if reader == "gather" else 0
+    visibility = decode_attention.make_visibility(
+        network.shape, query_positions, active_ends, positions, copied_window
+    )
+    steps = (query_positions - chunk.cached_ends[:, None])[:, :, None, None]
+    rotary = jax.tree.map(lambda table: jnp.take_along_axis(table, steps, axis=1), chunk.angles)
+    x, keys, values, routes = _forward(
+        network, params, chunk.cache_view, split, recent, start, inputs, rotary, visibility
+    )
+    logits = network.logits(params, network.norm(params, x))
+    return logits, WriteBuffer(keys, values, positions), routes
+
+
+def _step_positions(
+    live: DecodeState, recent: WriteBuffer, start, width: int, count: Int[Array, " S"]
+) -> Int[Array, "S recent"]:
+    """Positions of the buffer's tokens, with the first `count` of this step's `width`."""
+    query_positions = live.positions[:, None] + jnp.arange(width)
+    positions = jnp.where(jnp.arange(width) < count[:, None], query_positions, NO_POSITION)
+    return lax.dynamic_update_slice_in_dim(recent.positions, positions, start, axis=1)
+
+
+def write_history(
+    live: DecodeState, drawn: Int[Array, "S Q"], accepted: Bool[Array, "S Q"]
+) -> Int[Array, "S T"]:
+    """The tokens by position of each slot, with those that a step has accepted."""
+    num_slots, width = drawn.shape
+    next_positions = live.positions[:, None] + jnp.arange(width) + 1
+    end = live.history.shape[1]  # past it: dropped
+    write_at = jnp.where(accepted, next_positions, end + jnp.arange(width))
+    return live.history.at[jnp.arange(num_slots)[:, None], write_at].set(
+        drawn, mode="drop", unique_indices=True
+    )
+
+
+def advance_slots(
+    live: DecodeState,
+    last: Int[Array, " S"],
+    count: Int[Array, " S"],
+    history: Int[Array, "S T"],
+) -> DecodeState:
+    """Slots after a step that gave each active one `count` tokens, the last of them `last`."""
+    active = live.remaining > 0
+    tokens = jnp.where(active, last, live.tokens)
+    remaining = jnp.where(_is_stop(tokens, live.stop_tokens), 0, live.remaining - count)
+    return dataclasses.replace(
+        live,
+        tokens=tokens,
+        positions=live.positions + count,
+        remaining=jnp.where(active, remaining, 0),
+        history=history,
+    )
+
+
+def end_chunk(
+    state: DecodeState,
+    live: DecodeState,
+    recent: WriteBuffer,
+    table: Int[Array, "S pages"],
+    *,
+    split: CacheSharding,
+) -> DecodeState:
+    """The state after a chunk: recent tokens are in their pages."""
+    num_slots = len(live.remaining)
+    cache = kv_cache.flush_buffer(state.cache, split, recent, table, by_slot=True)
+    small = dataclasses.replace(state, cache=NO_CACHE)
     small = jax.tree.map(lambda whole, part: whole.at[:num_slots].set(part), small, live)
-    return dataclasses.replace(small, cache=cache), Outputs(*[*rounds, live.remaining + 0])
+    return dataclasses.replace(small, cache=cache)
 
 
 def _forward(

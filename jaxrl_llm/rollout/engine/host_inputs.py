@@ -5,18 +5,26 @@ Shapes come from short lists, because each one is a program to compile.
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import UInt32
 
 from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.models.transformer import ROUTE_DTYPE
 from jaxrl_llm.packing.packed_batch import bucket, pack
 from jaxrl_llm.rollout.engine import prefill, requests
 from jaxrl_llm.rollout.engine.device_programs import ChunkedPrefill, InsertArgs, PageWrites
+from jaxrl_llm.rollout.engine.grammars import (
+    GrammarError,
+    GrammarMatcher,
+    fill_masks,
+    num_mask_words,
+)
 from jaxrl_llm.rollout.engine.prefill import Prompts
 from jaxrl_llm.rollout.engine.requests import SamplingParams
+from jaxrl_llm.rollout.engine.scheduler import Sample
 from jaxrl_llm.rollout.engine.token_sampling import SamplerState
 
 RowShape = tuple[int, int]  # rows, tokens per row
@@ -241,6 +249,27 @@ def page_writes(
     if page_writes:
         columns[:, : len(page_writes)] = np.transpose(page_writes)
     return PageWrites(*columns)
+
+
+def token_masks(
+    samples: Mapping[int, Sample], num_rows: int, vocab_size: int
+) -> tuple[UInt32[np.ndarray, "rows words"], dict[Sample, GrammarError]]:
+    """Masks of the tokens that the grammars of samples by row allow; other rows allow all.
+
+    Returns the masks, and the errors of the samples that cannot go on.
+    """
+    masks = np.full((num_rows, num_mask_words(vocab_size)), ~np.uint32(0))
+    errors: dict[Sample, GrammarError] = {}
+    matchers: dict[int, GrammarMatcher] = {}
+    for row, sample in samples.items():
+        if sample.is_constrained:
+            try:
+                matchers[row] = sample.advanced_matcher()
+            except GrammarError as error:
+                errors[sample] = error
+    stop_tokens = {row: samples[row].params.stop_tokens for row in matchers}
+    failed_rows = fill_masks(masks, matchers, stop_tokens)
+    return masks, errors | {samples[row]: error for row, error in failed_rows.items()}
 
 
 def _packed_rows(lengths: Sequence[int], width: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxrl_llm.rollout.engine import requests
 from jaxrl_llm.rollout.engine.device_programs import Outputs
+from jaxrl_llm.rollout.engine.grammars import GrammarMatcher
 from jaxrl_llm.rollout.engine.page_allocator import PageAllocator
 from jaxrl_llm.rollout.engine.requests import Completion, Decode, Progress, Request, SamplingParams
 
@@ -33,6 +34,8 @@ class Sample:
         self.page_writes: list[tuple[int, int]] = []
         self.completion = Completion()
         self.error: Exception | None = None
+        self._grammar = request.grammar
+        self._matcher: GrammarMatcher | None = None
 
     @property
     def arrival(self) -> tuple[int, int]:  # the lowest arrived first
@@ -62,6 +65,24 @@ class Sample:
         `num_cached_tokens` on.
         """
         return not self.num_cached_tokens and not self.completion.tokens
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar restricts its tokens."""
+        return self._grammar is not None
+
+    def advanced_matcher(self) -> GrammarMatcher:
+        """The state of its grammar after all its tokens; raises `GrammarError` if they break it.
+
+        It outlasts a preemption. A request that continues a sample begins with its tokens.
+        """
+        assert self._grammar is not None
+        matcher = self._matcher = self._matcher or self._grammar.matcher()
+        count = matcher.num_advanced - len(self.resumed_tokens)
+        if count < 0:
+            matcher.advance(self.resumed_tokens[count:])
+        matcher.advance(self.completion.tokens[max(0, count) :])
+        return matcher
 
     def append_outputs(self, sampled: Outputs, column: int, version: int) -> int:
         """Appends one column of outputs; returns the number of its tokens."""
@@ -347,7 +368,7 @@ class Scheduler:
     ) -> None:
         """Records the outputs of `insert`, whose columns are in the order of `entered`."""
         for column, sample in enumerate(entered):
-            if sample is not None:
+            if sample is not None and not sample.error:
                 self._record_outputs(sample, sampled, column, version)
 
     def compact(self, num_slots: int) -> list[tuple[int, int]]:
@@ -397,6 +418,14 @@ class Scheduler:
                 self._retain(sample)
             self._free_pages(sample)
         return count
+
+    def fail(self, sample: Sample, error: Exception) -> None:
+        """Ends an active sample with an error."""
+        sample.error, sample.completion.finish_reason = error, "error"
+        self._unreported.setdefault(sample, len(sample.completion.tokens))
+        del self.active[sample.slot]
+        self._stale.add(sample.slot)
+        self._free_pages(sample)
 
     def _retain(self, sample: Sample) -> None:
         """Keeps the pages of a finished sample for a request that continues it."""
