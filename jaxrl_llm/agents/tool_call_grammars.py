@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.agents.tool_call_arguments import accepted_types
 from jaxrl_llm.agents.tool_call_formats import FORMATS, ToolCallFormat
@@ -82,93 +82,137 @@ def call_grammar(
     texts = _call_texts(row, render, ends, begins_at_mark)
     rules: list[str] = []
     parts: list[tuple[str, Mapping[str, Any]]] = []
-    write = _json_call if row.has_json_arguments else _marked_call
-    more = texts.separator and not only_one
-    end = row.value_end
-    closing = literal(texts.closing.removeprefix(end))
-    separator = literal(texts.separator.removeprefix(end))
-    starts = []
+    starts, following = [], []
     for number, tool in enumerate(tools):
-        first = texts.opening + tool.name + ("" if end else texts.before_arguments)
-        if not first.startswith(written):
+        first = texts.opening + tool.name
+        # What is written may go on behind the name.
+        start, behind = first[len(written) :], written[len(first) :]
+        if not (first.startswith(written) or written.startswith(first)):
             raise CallGrammarError("the chat template begins its calls in several ways")
-        starts.append(f"{literal(first[len(written) :])} body_{number}")
-        call_rules, call_parts = write(number, tool, texts, row, literal)
-        rules += call_rules
-        parts += call_parts
-    names = [
-        f"{literal(tool.name + ('' if end else texts.before_arguments))} body_{number}"
-        for number, tool in enumerate(tools)
-    ]
-    repeat = f" ({separator} next_call)*" if more else ""
-    rules = [f"calls: first_call{repeat} {closing}", *rules]
-    rules.append(f"first_call: {' | '.join(starts)}")
-    if more:
-        rules.append(f"next_call: {' | '.join(names)}")
-    return CallGrammar(tuple(rules), tuple(parts))
+        write = _json_call if row.has_json_arguments else _marked_call
+        for target, name, skipped in ((starts, start, behind), (following, tool.name, "")):
+            target.append(f"{literal(name)} body_{number}_{len(skipped)}")
+            rules += write(number, tool, texts, row, literal, skipped)
+        parts += _argument_parts(number, tool, row)
+        rules += [] if row.has_json_arguments else _value_rules(number, tool, row, literal)
+    closing = literal(texts.closing.removeprefix(row.value_end))
+    separator = literal(texts.separator.removeprefix(row.value_end))
+    repeat = f" ({separator} next_call)*" if texts.separator and not only_one else ""
+    rules += [f"calls: first_call{repeat} {closing}", f"first_call: {' | '.join(starts)}"]
+    rules += [f"next_call: {' | '.join(following)}"] if repeat else []
+    return CallGrammar(tuple(dict.fromkeys(rules)), tuple(parts))
 
 
 def _json_call(
-    number: int, tool: AllowedTool, texts: _Texts, row: ToolCallFormat, literal: Callable[[str], str]
-) -> tuple[list[str], list[tuple[str, Mapping[str, Any]]]]:
-    """The arguments of a call as one JSON object."""
-    schema = {"type": "object", **tool.schema}
-    return [f"body_{number}: @arguments_{number}"], [(f"arguments_{number}", schema)]
+    number: int,
+    tool: AllowedTool,
+    texts: _Texts,
+    row: ToolCallFormat,
+    literal: Callable[[str], str],
+    skipped: str,
+) -> list[str]:
+    """A call behind its name and `skipped`, with its arguments as one JSON object."""
+    if not texts.before_arguments.startswith(skipped):
+        raise CallGrammarError("the chat template begins its calls in several ways")
+    between = literal(texts.before_arguments[len(skipped) :])
+    return [f"body_{number}_{len(skipped)}: {between} @arguments_{number}"]
 
 
 def _marked_call(
-    number: int, tool: AllowedTool, texts: _Texts, row: ToolCallFormat, literal: Callable[[str], str]
-) -> tuple[list[str], list[tuple[str, Mapping[str, Any]]]]:
-    """The arguments of a call as texts between marks, in the order of the schema's properties."""
-    properties = tool.schema.get("properties")
-    properties = properties if isinstance(properties, Mapping) else {}
-    required = [key for key in tool.schema.get("required") or () if key in properties]
-    rules: list[str] = []
-    parts: list[tuple[str, Mapping[str, Any]]] = []
-    # What may follow the arguments before each: the next ones, up to the first that is required.
-    # Behind the last required one also nothing.
+    number: int,
+    tool: AllowedTool,
+    texts: _Texts,
+    row: ToolCallFormat,
+    literal: Callable[[str], str],
+    skipped: str,
+) -> list[str]:
+    """A call behind its name, with its arguments as texts between marks.
+
+    They come in the order of the schema's properties. A rule for each says what may follow those
+    before it: the next ones, up to the first that is required, and if none is, also the end.
+    """
+    properties = list(_properties(tool))
+    required = tool.schema.get("required") or ()
     head = texts.bare_closing.removesuffix(texts.closing.removeprefix(row.value_end))
-    keys = list(properties)
-    for at in range(len(keys) + 1):
-        is_first = at == 0
-        leads = literal(texts.before_arguments if is_first else
-                        texts.value_to_key.removeprefix(row.value_end))  # fmt: skip
+    next_key = texts.value_to_key.removeprefix(row.value_end)
+    if skipped:
+        raise CallGrammarError("the chat template begins its calls in several ways")
+    rules = []
+    for at in range(len(properties) + 1):
         options = []
-        for following in range(at, len(keys)):
-            value = f"value_{number}_{following}"
-            options.append(f"{leads} {literal(keys[following] + texts.key_to_value)} {value}"
-                           f" rest_{number}_{following + 1}")  # fmt: skip
-            if keys[following] in required:
+        for following in range(at, len(properties)):
+            lead = next_key if at else texts.before_arguments
+            key = lead + properties[following] + texts.key_to_value
+            value = f"value_{number}_{following} rest_{number}_{following + 1}"
+            options.append(f"{literal(key)} {value}")
+            if properties[following] in required:
                 break
         else:
-            options.append(literal(head) if is_first else '""')
-        name = f"body_{number}" if is_first else f"rest_{number}_{at}"
+            options.append(literal("" if at else head))
+        name = f"rest_{number}_{at}" if at else f"body_{number}_0"
         rules.append(f"{name}: {' | '.join(options)}")
-    for at, (key, schema) in enumerate(properties.items()):
-        value, part = f"value_{number}_{at}", f"argument_{number}_{at}"
-        types = accepted_types(schema, tool.schema)
-        fixed = _fixed_texts(schema)
-        if fixed is not None:
-            rules.append(f"{value}: ({' | '.join(map(literal, fixed))}) {literal(row.value_end)}")
-        elif not types or "string" in types:
-            if keyword := next((k for k in _TEXT_KEYWORDS if k in (schema or {})), ""):
-                message = f"{tool.name}.{key}: this model writes texts without quotes, so that"
-                raise CallGrammarError(f"{message} {keyword!r} cannot be followed; leave it out")
-            rules.append(f"{value}[lazy]: /(.|\\n)*/ {json.dumps(row.value_end)}")
-        else:
-            definitions = {k: tool.schema[k] for k in ("$defs", "definitions") if k in tool.schema}
-            parts.append((part, {**schema, **definitions}))
-            rules.append(f"{value}: @{part} {literal(row.value_end)}")
-    return rules, parts
+    return rules
 
 
-def _fixed_texts(schema: Any) -> list[str] | None:
-    """The texts of a schema that lists its values, None if it does not."""
+def _value_rules(
+    number: int, tool: AllowedTool, row: ToolCallFormat, literal: Callable[[str], str]
+) -> list[str]:
+    """The values of arguments and the marks behind them."""
+    rules = []
+    for at, (key, schema) in enumerate(_properties(tool).items()):
+        value, end = f"value_{number}_{at}", literal(row.value_end)
+        match _value_kind(tool, key, schema):
+            case "fixed":
+                texts = " | ".join(map(literal, _fixed_texts(schema)))
+                rules.append(f"{value}: ({texts}) {end}")
+            case "text":
+                rules.append(f"{value}[lazy]: /(.|\\n)*/ {end}")
+            case "json":
+                rules.append(f"{value}: @argument_{number}_{at} {end}")
+    return rules
+
+
+def _argument_parts(
+    number: int, tool: AllowedTool, row: ToolCallFormat
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """The JSON schemas that a tool's rules name."""
+    if row.has_json_arguments:
+        return [(f"arguments_{number}", {"type": "object", **tool.schema})]
+    shared = {key: tool.schema[key] for key in ("$defs", "definitions") if key in tool.schema}
+    return [
+        (f"argument_{number}_{at}", {**schema, **shared})
+        for at, (key, schema) in enumerate(_properties(tool).items())
+        if _value_kind(tool, key, schema) == "json"
+    ]
+
+
+def _properties(tool: AllowedTool) -> Mapping[str, Any]:
+    properties = tool.schema.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _value_kind(tool: AllowedTool, key: str, schema: Any) -> Literal["fixed", "text", "json"]:
+    """How an argument is written between marks: one of some texts, any text, or JSON."""
+    if _fixed_texts(schema):
+        return "fixed"
+    types = accepted_types(schema, tool.schema)
+    if types and "string" not in types:
+        return "json"
+    if keyword := next((each for each in _TEXT_KEYWORDS if each in (schema or {})), ""):
+        raise CallGrammarError(
+            f"{tool.name}.{key}: this model writes texts without quotes, so that {keyword!r} cannot"
+            " be followed; leave it out"
+        )
+    return "text"
+
+
+def _fixed_texts(schema: Any) -> list[str]:
+    """The texts of a schema that lists its values; [] if it does not."""
     if not isinstance(schema, Mapping):
-        return None
+        return []
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list):
-        return None
+        return []
     return [each if isinstance(each, str) else json.dumps(each) for each in values]
 
 
@@ -189,18 +233,14 @@ def _call_texts(
         # The end of two calls may differ from that of one: a list of them has its own.
         if _until(two[-1], ends) == _until(closing, ends):
             separator = two[len(inner) + 1]
-    before_arguments, key_to_value, value_to_key = inner if not row.has_json_arguments else (
-        inner[0], "", ""
-    )  # fmt: skip
+    before_arguments, key_to_value, value_to_key = [*inner, "", ""][:3]
+    closing = _until(closing, ends)
+    ending_values = value_to_key, separator or row.value_end, closing
+    if not all(text.startswith(row.value_end) for text in ending_values):
+        raise CallGrammarError("the chat template of this model writes no such calls")
     bare = "" if row.has_json_arguments else _bare_closing(render, ends)
     return _Texts(
-        opening,
-        before_arguments,
-        key_to_value,
-        value_to_key,
-        separator,
-        _until(closing, ends),
-        bare,
+        opening, before_arguments, key_to_value, value_to_key, separator, closing, bare
     )
 
 

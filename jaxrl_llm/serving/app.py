@@ -18,11 +18,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrl_llm.agents.tools import special_tokens
-from jaxrl_llm.rollout.engine.grammars import Grammar
+from jaxrl_llm.rollout.engine.grammars import Grammar, GrammarError
 from jaxrl_llm.rollout.structured_outputs import GrammarSource
 from jaxrl_llm.serving import fields, messages_api, replies
 from jaxrl_llm.serving.chat import ChatBody
-from jaxrl_llm.serving.constraints import CONSTRAINT_ERRORS
 from jaxrl_llm.serving.driver import Driver, RejectReason, RequestRejected, SampleEvent
 from jaxrl_llm.serving.messages_api import CountTokensBody, MessagesBody
 from jaxrl_llm.serving.metrics import Metrics, count_requests
@@ -103,7 +102,7 @@ def make_app(
         except TimeoutError:
             message = f"its grammar is not compiled after {GRAMMAR_S:g} s; simplify it"
             raise ApiError(400, f"{source.setting}: {message}", param=source.setting) from None
-        except CONSTRAINT_ERRORS as error:
+        except GrammarError as error:
             raise ApiError(400, str(error), param=source.setting) from error
 
     def check_model(name: str) -> None:

@@ -27,9 +27,10 @@ from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.images import expand_tokens
 from jaxrl_llm.data.tokenizer import Message
+from jaxrl_llm.rollout.engine.grammars import GrammarError
 from jaxrl_llm.rollout.structured_outputs import GrammarSource
 from jaxrl_llm.serving import fields
-from jaxrl_llm.serving.constraints import CONSTRAINT_ERRORS, ReplyMarks, reply_grammar
+from jaxrl_llm.serving.constraints import ReplyMarks, reply_grammar
 from jaxrl_llm.serving.fields import Strict
 from jaxrl_llm.serving.protocol import (
     FAIL_FAST,
@@ -182,8 +183,8 @@ class Tool(Strict):
 
     def call_schema(self, required: bool) -> dict[str, Any]:
         """The schema of arguments: its own if it is strict or `required`, else of any object."""
-        function = self.function
-        return function.parameters or {} if function.strict or required else {}
+        schema = self.function.parameters or {}
+        return schema if self.function.strict or required else {}
 
     @property
     def template_schema(self) -> dict[str, Any]:
@@ -346,7 +347,7 @@ class ChatBody(Body):
         )
         try:
             source = self._grammar_source(served, prompt)
-        except (CallGrammarError, *CONSTRAINT_ERRORS) as error:
+        except (CallGrammarError, GrammarError) as error:
             raise ApiError(400, f"tools: {error}", param="tools") from error
         limit = self.max_completion_tokens or self.max_tokens
         num_top = (self.top_logprobs or 0) if self.logprobs else -1
@@ -369,28 +370,33 @@ class ChatBody(Body):
         is_strict = any(tool.function.strict for tool in offered)
         if not (answer or is_strict or prompt.call_start):
             return None
+        has_text = not (answer or prompt.call_start)
+        marks = _reply_marks(served, prompt)
         calls = None
         if offered:
-            names = self._required_tools or [tool.function.name for tool in offered]
+            allowed = [
+                AllowedTool(tool.function.name, tool.call_schema(bool(self._required_tools)))
+                for tool in offered
+                if tool.function.name in (self._required_tools or [tool.function.name])
+            ]
             calls = call_grammar(
                 served.call_format,
                 prompt.render_calls,
-                [
-                    AllowedTool(tool.function.name, tool.call_schema(bool(self._required_tools)))
-                    for tool in offered
-                    if tool.function.name in names
-                ],
+                allowed,
                 served.grammars.literal,
                 [served.grammars.token_text(token) for token in served.eos_tokens],
                 only_one=self.parallel_tool_calls is False,
-                call_start=prompt.call_start,
+                begins_at_mark=not prompt.call_start,
+                written=prompt.call_start or (marks.call_start if has_text else ""),
             )
+        if prompt.call_start:  # the calls are begun: neither an answer nor thinking comes before
+            answer, marks = None, ReplyMarks()
         return reply_grammar(
             served.grammars.literal,
-            answer=None if prompt.call_start else answer,
+            answer=answer,
             calls=calls,
-            has_text=not (answer or prompt.call_start),
-            marks=_reply_marks(served, prompt),
+            has_text=has_text,
+            marks=marks,
         )
 
 
@@ -480,10 +486,14 @@ def _rendered_calls(
 
 def _reply_marks(served: ServedModel, prompt: RenderedPrompt) -> ReplyMarks:
     """The marks of the model's thinking and answers, as its format or its template has them."""
-    if served.call_format and (row := FORMATS[served.call_format]).thinking_marks:
-        return ReplyMarks(row.thinking_marks, "", row.answer_start)
+    row = FORMATS[served.call_format] if served.call_format else None
     marks = thinking_marks(str(served.tokenizer.chat_template))
-    return ReplyMarks(marks, open_thinking_mark(prompt.text))
+    return ReplyMarks(
+        row.thinking_marks if row and row.thinking_marks else marks,
+        open_thinking_mark(prompt.text),
+        row.answer_start if row else "",
+        row.call_mark if row else "",
+    )
 
 
 def _forced_call_start(
@@ -503,6 +513,9 @@ def _forced_call_start(
     shared = itertools.takewhile(lambda characters: len({*characters}) == 1, columns)
     common = "".join(characters[0] for characters in shared)
     call_start = common[len(text) :].rstrip("{<")  # the arguments are the model's to begin
+    if not FORMATS[served.call_format].has_json_arguments and len(names) == 1:
+        # What follows depends on whether the call has arguments.
+        call_start = call_start[: call_start.rfind(names[0]) + len(names[0])]
     if not common.startswith(text) or not call_start.strip():
         message = "tool_choice: the chat template of this model lets no call be begun"
         raise ApiError(400, f"{message}; use 'auto'", param="tool_choice")

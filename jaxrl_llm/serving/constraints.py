@@ -2,16 +2,16 @@
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 from pydantic import Field
 
-from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.agents.tool_call_grammars import CallGrammar
 from jaxrl_llm.rollout import structured_outputs
 from jaxrl_llm.rollout.engine.grammars import GrammarError
-from jaxrl_llm.rollout.structured_outputs import GrammarPart
+from jaxrl_llm.rollout.structured_outputs import GrammarPart, GrammarSource
 from jaxrl_llm.serving import fields
 from jaxrl_llm.serving.fields import Strict
 
@@ -105,7 +105,7 @@ class ConstrainedBody(Strict):
             yield "structured_outputs.json_object", "json", _ANY_OBJECT, ""
 
     def constraint(self) -> Constraint | None:
-        """The constraint of the reply; None: any text. Raises `GrammarError` or `ConfigError`."""
+        """The constraint of the reply; None: any text. Raises `GrammarError`."""
         for setting, kind, value, space in self._constraints():
             match kind:
                 case "json":
@@ -116,7 +116,7 @@ class ConstrainedBody(Strict):
                 case "choice":
                     return Constraint(structured_outputs.choice_part(value), setting)
                 case "grammar":
-                    return Constraint(structured_outputs.lark_part(value), setting)
+                    return Constraint(structured_outputs.lark_part(value, setting), setting)
         return None
 
 
@@ -132,11 +132,12 @@ def _schema(text: str, setting: str) -> Any:
 
 
 class ReplyMarks(NamedTuple):
-    """The texts around thinking and before an answer, which a constraint leaves to the model."""
+    """The texts by which a model marks the parts of its reply; "" where it has none."""
 
-    thinking: tuple[str, ...]  # opening and closing mark; (): the model does not think
+    thinking: tuple[str, ...] = ()  # opening and closing mark; (): the model does not think
     open_thinking: str = ""  # the opening mark, if the prompt ends with it
     answer_start: str = ""
+    call_start: str = ""  # with which calls begin behind text
 
 
 def reply_grammar(
@@ -152,11 +153,11 @@ def reply_grammar(
     Args:
       literal: A text as a Lark expression.
       answer: Of the text.
-      calls: Calls of tools that may be made; None: none.
-      has_text: Whether text without a constraint may stand before calls, or without any.
-      marks: Of the model. Calls that are begun in the prompt follow no thinking.
+      calls: Calls of tools that may be made, without `call_start` if `has_text`; None: none.
+      has_text: Whether a text without a constraint may stand before calls, or alone.
+      marks: Of the model.
     """
-    rules: list[str] = []
+    rules = ["TEXT: /(.|\\n)*/", "SPACE: /[ \\n]{0,4}/"]
     parts: list[tuple[str, str]] = []
     alternatives: list[str] = []
     if answer is not None:
@@ -165,18 +166,25 @@ def reply_grammar(
     if calls is not None:
         rules += calls.rules
         parts += [(name, json.dumps({"json_schema": schema})) for name, schema in calls.parts]
-        if not has_text:
-            alternatives.append("calls")
-        elif calls.mark:
-            # Text ends where the mark of a call begins.
-            alternatives += ["TEXT", "text_before_calls behind_mark"]
-    is_forced = answer is None and not has_text
+        alternatives.append("text_before_calls calls" if has_text else "calls")
+        if has_text:
+            # Calls that no mark begins are objects: other text begins with another character.
+            is_marked = marks.call_start or marks.answer_start
+            rules.append("ANSWER: " + ("TEXT" if is_marked else r"/([^{](.|\n)*)?/"))
+            alternatives.append(f"{literal(marks.answer_start)} ANSWER")
+            rules.append(_text_until("text_before_calls", literal(marks.call_start)))
     thinking = ""
-    if marks.thinking and not is_forced:
-        opening, closing = marks.thinking
-        thinking = "thoughts SPACE" if marks.open_thinking else "(OPENING thoughts SPACE)?"
+    if marks.thinking:
+        opening, closing = map(literal, marks.thinking)
+        rules.append(_text_until("thoughts", closing))
+        thinking = "thoughts SPACE" if marks.open_thinking else f"({opening} thoughts SPACE)?"
     rules = [f"start: {thinking} ({' | '.join(alternatives)})", *rules]
     return GrammarSource("\n".join(rules), tuple(parts), answer.setting if answer else "tools")
 
 
-CONSTRAINT_ERRORS = (GrammarError, ConfigError)
+def _text_until(rule: str, mark: str) -> str:
+    """A rule for a text and the mark that ends it, where the mark occurs for the first time."""
+    if mark == '""':
+        return f'{rule}: ""'
+    # Tokens are in no text. Of text, the shortest is taken that ends with the mark.
+    return f"{rule}: TEXT {mark}" if mark.startswith("<[") else f"{rule}[lazy]: TEXT {mark}"

@@ -19,11 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from jaxrl_llm.data.images import ImagePreprocessor
 from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.rollout.engine import requests
-from jaxrl_llm.rollout.engine.grammars import Grammar
+from jaxrl_llm.rollout.engine.grammars import Grammar, GrammarError
 from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS, Request, SamplingParams
 from jaxrl_llm.rollout.structured_outputs import GrammarCompiler, GrammarSource, source_of
 from jaxrl_llm.serving import fields
-from jaxrl_llm.serving.constraints import CONSTRAINT_ERRORS, ConstrainedBody, Constraint
+from jaxrl_llm.serving.constraints import ConstrainedBody, Constraint
 from jaxrl_llm.serving.fields import Strict
 from jaxrl_llm.serving.tool_call_stream import ExpectedCalls
 from jaxrl_llm.text import text_fault
@@ -189,7 +189,7 @@ class Body(ConstrainedBody):
         """The constraint of the reply; raises `ApiError` if it cannot be read."""
         try:
             return self.constraint()
-        except CONSTRAINT_ERRORS as error:
+        except GrammarError as error:
             raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
 
     def _generation_request(

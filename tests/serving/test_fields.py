@@ -17,7 +17,7 @@ from serving_engine import SayingEngine
 from starlette.testclient import TestClient
 from written_calls import TOOLS
 
-from jaxrl_llm.serving import chat, fields, messages_api, protocol, tokenization
+from jaxrl_llm.serving import chat, constraints, fields, messages_api, protocol, tokenization
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.driver import Driver
 from jaxrl_llm.serving.metrics import Metrics
@@ -31,6 +31,9 @@ MODELS = {
     "/tokenize": [tokenization.TokenizePrompt],
     "/detokenize": [tokenization.DetokenizeBody],
     "stream_options": [protocol.StreamOptions],
+    "response_format": [constraints.ResponseFormat],
+    "response_format.json_schema": [constraints.ResponseSchema],
+    "structured_outputs": [constraints.StructuredOutputsField],
     "messages": [chat.ChatMessage],
     "messages.tool_calls": [chat.MessageToolCall],
     "messages.tool_calls.function": [chat.CalledFunction],
@@ -187,7 +190,8 @@ def text_of_last(reply, engine):
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format: json_schema belongs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs: structural_tag="),
         ({"top_k": -2}, "top_k"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: 'messages' is set by"),

@@ -514,7 +514,7 @@ def write_history(
 def advance_slots(
     live: DecodeState,
     last: Int[Array, " S"],
-    count: Int[Array, " S"],
+    count: Int[Array, " S"] | Bool[Array, " S"],
     history: Int[Array, "S T"],
 ) -> DecodeState:
     """Slots after a step that gave each active one `count` tokens, the last of them `last`."""

@@ -14,6 +14,8 @@ from jaxtyping import UInt32
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.engine.token_sampling import MASK_BITS
 
+_NOTHING_FOLLOWS = "no token of this model can follow"
+
 
 class GrammarError(UserError, ValueError):
     """A grammar that cannot be compiled, or that a sample cannot follow."""
@@ -52,8 +54,14 @@ class GrammarMatcher:
         """Accepts tokens; raises `GrammarError` if the grammar does not allow them."""
         tokens = list(tokens)
         if tokens and not self.native.consume_tokens(tokens):
-            raise GrammarError(f"grammar: {self.native.get_error()[:1000]}")
+            raise GrammarError(f"grammar: {problem_of(self.native)}")
         self.num_advanced += len(tokens)
+
+
+def problem_of(matcher: Any) -> str:
+    """The error of an `LLMatcher` in one line, without its state; "" if there is none."""
+    problem = " ".join(matcher.get_error().partition("<state>")[0].split())
+    return _NOTHING_FOLLOWS if problem.startswith("NoExtension") else problem[:300]
 
 
 def num_mask_words(num_tokens: int) -> int:
@@ -87,12 +95,12 @@ def fill_masks(
         mask = filled[row, : masks.shape[1]]
         may_end = _clear_bit(filled[row], matcher.grammar.eos_token)
         if may_end and matcher.native.is_error():
-            errors[row] = GrammarError(f"grammar: {matcher.native.get_error()[:1000]}")
+            errors[row] = GrammarError(f"grammar: {problem_of(matcher.native)}")
         elif may_end:
             for token in stop_tokens[row]:
                 mask[token // MASK_BITS] |= np.uint32(1 << token % MASK_BITS)
         if row not in errors and not mask.any():
-            errors[row] = GrammarError("grammar: no token of this model can follow")
+            errors[row] = GrammarError(f"grammar: {_NOTHING_FOLLOWS}")
         masks[row] = ~np.uint32(0) if row in errors else mask
     return errors
 
