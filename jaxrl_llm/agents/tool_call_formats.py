@@ -386,9 +386,7 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         has_json_arguments=False,
         value_end=f"\n{_END_PARAMETER}",
     ),
-    "glm4": ToolCallFormat(
-        _glm4, (_KEY,), _OPEN, has_json_arguments=False, value_end=_END_VALUE
-    ),
+    "glm4": ToolCallFormat(_glm4, (_KEY,), _OPEN, has_json_arguments=False, value_end=_END_VALUE),
     "hermes": ToolCallFormat(_hermes, (_OPEN,), _OPEN),
     "mistral": ToolCallFormat(_mistral, (_MISTRAL,), _MISTRAL),
     "harmony": ToolCallFormat(

@@ -82,7 +82,8 @@ def call_grammar(
     texts = _call_texts(row, render, ends, begins_at_mark)
     rules: list[str] = []
     parts: list[tuple[str, Mapping[str, Any]]] = []
-    starts, following = [], []
+    starts: list[str] = []
+    following: list[str] = []
     for number, tool in enumerate(tools):
         first = texts.opening + tool.name
         # What is written may go on behind the name.
@@ -219,7 +220,7 @@ def _fixed_texts(schema: Any) -> list[str]:
 def _call_texts(
     row: ToolCallFormat, render: RenderCalls, ends: Sequence[str], begins_at_mark: bool
 ) -> _Texts:
-    """What the chat template writes around calls; `CallGrammarError` if it writes none."""
+    """The texts that a chat template writes around calls; `CallGrammarError` without any."""
     arguments = [{_KEY.format(n + i): _VALUE.format(n + i) for i in (0, 1)} for n in (0, 2)]
     calls = [(_NAME.format(number), each) for number, each in enumerate(arguments)]
     two, texts = _pieces(row, render, calls), _pieces(row, render, calls[:1])
@@ -229,29 +230,26 @@ def _call_texts(
     if begins_at_mark and row.call_mark:
         opening = opening[opening.rfind(row.call_mark) :]
     separator = ""
-    if two is not None:
-        # The end of two calls may differ from that of one: a list of them has its own.
-        if _until(two[-1], ends) == _until(closing, ends):
-            separator = two[len(inner) + 1]
+    # The end of two calls may differ from that of one: then only one can be followed.
+    if two is not None and _before_end(two[-1], ends) == _before_end(closing, ends):
+        separator = two[len(inner) + 1]
     before_arguments, key_to_value, value_to_key = [*inner, "", ""][:3]
-    closing = _until(closing, ends)
+    closing = _before_end(closing, ends)
     ending_values = value_to_key, separator or row.value_end, closing
     if not all(text.startswith(row.value_end) for text in ending_values):
         raise CallGrammarError("the chat template of this model writes no such calls")
     bare = "" if row.has_json_arguments else _bare_closing(render, ends)
-    return _Texts(
-        opening, before_arguments, key_to_value, value_to_key, separator, closing, bare
-    )
+    return _Texts(opening, before_arguments, key_to_value, value_to_key, separator, closing, bare)
 
 
 def _bare_closing(render: RenderCalls, ends: Sequence[str]) -> str:
-    text = _rendered(render, [(_NAME.format(0), {})])
-    return _until(text.partition(_NAME.format(0))[2], ends) if text else ""
+    text = _turn_text(render, [(_NAME.format(0), {})])
+    return _before_end(text.partition(_NAME.format(0))[2], ends) if text else ""
 
 
 def _pieces(row: ToolCallFormat, render: RenderCalls, calls: Sequence[Call]) -> list[str] | None:
     """The texts between names and arguments, or names, keys and values; None: not written."""
-    text = _rendered(render, calls)
+    text = _turn_text(render, calls)
     if text is None:
         return None
     pieces, at = [], 0
@@ -273,14 +271,14 @@ def _patterns(row: ToolCallFormat, calls: Sequence[Call]) -> Iterator[str]:
             yield from itertools.chain.from_iterable(arguments.items())
 
 
-def _rendered(render: RenderCalls, calls: Sequence[Call]) -> str | None:
+def _turn_text(render: RenderCalls, calls: Sequence[Call]) -> str | None:
     try:
         return render(calls)
     except Exception:  # of templates that refuse several calls, or calls at all
         return None
 
 
-def _until(text: str, ends: Sequence[str]) -> str:
+def _before_end(text: str, ends: Sequence[str]) -> str:
     """A text before the first token that ends a turn, without the space that follows calls."""
     positions = [at for end in ends if (at := text.find(end)) >= 0]
     return text[: min(positions)] if positions else text.rstrip()

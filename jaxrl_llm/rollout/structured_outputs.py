@@ -28,7 +28,7 @@ _CACHED_BYTES = 2**19  # of the texts of grammars that are kept
 
 # A quarter of llguidance's own limits, with which a regular expression may take five seconds: a
 # token then takes up to 10 ms on one core.
-_LIMITS = {"initial_lexer_fuel": 250_000, "step_lexer_fuel": 50_000, "max_lexer_states": 60_000}
+_LEXER_FUEL, _LEXER_STATES = 250_000, 60_000
 _STACK_BYTES = 2**29  # address space; a page of it becomes memory when it is used
 _STACK_LOCK = threading.Lock()
 
@@ -162,7 +162,11 @@ class GrammarCompiler:
         vocabulary = self._vocabulary_of_model()
 
         def compiled() -> tuple[Any, str]:
-            limits = llguidance.LLParserLimits(**_LIMITS)
+            limits = llguidance.LLParserLimits(
+                initial_lexer_fuel=_LEXER_FUEL,
+                step_lexer_fuel=_LEXER_FUEL // 5,
+                max_lexer_states=_LEXER_STATES,
+            )
             matcher = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=limits)
             matcher.compute_bitmask()  # whose lexer's work the copies share
             return matcher, problem_of(matcher)
@@ -220,7 +224,7 @@ def _llguidance_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) 
             " tokenizer_config.json"
         )
     try:
-        return llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size)
+        return llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size)  # type: ignore[arg-type]
     except ValueError:  # neither bytes nor sentencepiece, or no tokenizer of the library tokenizers
         wrapper = llguidance.TokenizerWrapper(_TokenBytes(tokenizer, vocab_size))
         return llguidance.LLTokenizer(wrapper)

@@ -21,7 +21,7 @@ _ANY_OBJECT = {"type": "object"}
 
 
 class Constraint(NamedTuple):
-    """What the text of a reply must be."""
+    """A grammar that the text of a reply must follow."""
 
     part: GrammarPart
     setting: str  # the field that asks for it
@@ -172,17 +172,17 @@ def reply_grammar(
             is_marked = marks.call_start or marks.answer_start
             rules.append("ANSWER: " + ("TEXT" if is_marked else r"/([^{](.|\n)*)?/"))
             alternatives.append(f"{literal(marks.answer_start)} ANSWER")
-            rules.append(_text_until("text_before_calls", literal(marks.call_start)))
+            rules.append(_marked_text("text_before_calls", literal(marks.call_start)))
     thinking = ""
     if marks.thinking:
         opening, closing = map(literal, marks.thinking)
-        rules.append(_text_until("thoughts", closing))
+        rules.append(_marked_text("thoughts", closing))
         thinking = "thoughts SPACE" if marks.open_thinking else f"({opening} thoughts SPACE)?"
     rules = [f"start: {thinking} ({' | '.join(alternatives)})", *rules]
     return GrammarSource("\n".join(rules), tuple(parts), answer.setting if answer else "tools")
 
 
-def _text_until(rule: str, mark: str) -> str:
+def _marked_text(rule: str, mark: str) -> str:
     """A rule for a text and the mark that ends it, where the mark occurs for the first time."""
     if mark == '""':
         return f'{rule}: ""'

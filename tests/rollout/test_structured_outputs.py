@@ -3,25 +3,24 @@
 import dataclasses
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
 import jsonschema
 import numpy as np
 import pytest
-import serving_model
 import tiny
 import tokenizers
-from engine_work import LIMIT, assert_same, request, rollout_params, run_to_end, weights
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from engine_work import LIMIT, assert_same, request, rollout_params, weights
+from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.rollout import structured_outputs
-from jaxrl_llm.rollout.engine import token_sampling
 from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.rollout.engine.grammars import GrammarError, fill_masks
-from jaxrl_llm.rollout.engine.requests import Request, RequestError, SamplingParams
+from jaxrl_llm.rollout.engine.requests import RequestError, SamplingParams
 
 SCHEMA = {
     "type": "object",
@@ -102,9 +101,7 @@ def masked_log_probs(request, completion):
     """[tokens, V] log-probs by one pass over the sequence, each over what the grammar allows."""
     tokens = jnp.array([[*request.tokens, *completion.tokens]])
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden = tiny.hidden_states(tiny.NETWORK)(
-        weights(), tokens, positions, jnp.ones_like(tokens)
-    )
+    hidden = tiny.hidden_states(tiny.NETWORK)(weights(), tokens, positions, jnp.ones_like(tokens))
     logits = np.asarray(tiny.NETWORK.logits(weights(), hidden))[0]
     logits = logits[len(request.tokens) - 1 : -1]
     temperature = request.params[0].temperature or 1.0
@@ -126,7 +123,7 @@ def test_texts_follow_grammars_and_log_probs_are_those_of_the_sampled_distributi
     for text in texts[0]:
         jsonschema.validate(json.loads(text), SCHEMA)
     for pattern, text in ((r"[a-f]{3,30}/(x|y+)\.\d", texts[2][0]), (r"<\d+>", texts[5][0])):
-        assert __import__("re").fullmatch(pattern, text), text
+        assert re.fullmatch(pattern, text), text
     assert set(texts[3]) <= {"yes", 'no "quotes"', "yes indeed"}
     (nested,) = texts[4]
     assert nested.strip("()") in ("a", "b", "c") or expected()[4][0].finish_reason == "length"
@@ -149,15 +146,13 @@ def test_neighbours_without_a_grammar_are_sampled_as_alone():
     assert_same(expected()[1:2], alone)
 
 
+@pytest.mark.slow
 def test_slots_chunks_preemption_and_speculation_do_not_matter():
     small = engine_of(num_slots=3, chunk_steps=7, cache_tokens=LIMIT + 24)
     assert_same(small.generate(rollout_params(), requests()), expected())
     assert small.statistics.num_preemptions > 0
     drafting = engine_of(speculation=SpeculationConfig(draft_tokens=3))
     assert_same(drafting.generate(rollout_params(), requests()), expected())
-    # Chunks with drafts follow those without.
-    (_, _, longest), _ = requests()[0].params, drafting.statistics
-    assert drafting.statistics.draft_tokens >= 0 and longest.temperature == 0.0
 
 
 def test_a_resumed_sample_goes_on_in_its_grammar():

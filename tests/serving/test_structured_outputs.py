@@ -42,7 +42,8 @@ _LOOP = "{% for c in m.tool_calls or [] %}"
 # How families of models write a turn with calls: loop variable `c`, message `m`.
 CALLS = {
     "hermes": _LOOP + '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
-    "{{ c.function.arguments | tojson }}}\n</tool_call>{% if not loop.last %}\n{% endif %}{% endfor %}",
+    "{{ c.function.arguments | tojson }}}\n</tool_call>{% if not loop.last %}\n"
+    "{% endif %}{% endfor %}",
     "qwen3_coder": _LOOP + "<tool_call>\n<function={{ c.function.name }}>\n"
     "{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n"
     "{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
@@ -60,7 +61,8 @@ CALLS = {
     "{{ c.function.name }}<｜tool▁sep｜>{{ c.function.arguments | tojson }}<｜tool▁call▁end｜>"
     "{% endfor %}<｜tool▁calls▁end｜>{% endif %}",
     "llama3": "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
-    + _LOOP + '{"name": "{{ c.function.name }}", "parameters": '
+    + _LOOP
+    + '{"name": "{{ c.function.name }}", "parameters": '
     "{{ c.function.arguments | tojson }}}{% endfor %}",
 }
 SPECIAL = {"mistral": ["[TOOL_CALLS]"], "harmony": ["<|channel|>", "<|message|>", "<|call|>"]}
@@ -152,7 +154,7 @@ def test_calls_are_in_the_format_of_the_model(call_format):
     wrong = [("add", {"note": "x"}), ("add", {"a": "x"}), ("sub", {"mode": "other"}), ("mul", {})]
     for choice in ("required", "auto"):
         fields = {"tools": BOTH, "tool_choice": choice}
-        matcher, prompt = matcher_of(served, **fields)
+        _, prompt = matcher_of(served, **fields)
         start = prompt.rpartition("<|start|>assistant")[2].removeprefix("\n")
         assert bool(start) == (choice == "required")
         for calls in ([one] for one in ones):
@@ -169,7 +171,7 @@ def test_calls_are_in_the_format_of_the_model(call_format):
             assert accepts(served, two, **fields)
             assert not accepts(served, two, **fields, parallel_tool_calls=False)
     named = {"type": "function", "function": {"name": "sub"}}
-    matcher, prompt = matcher_of(served, tools=BOTH, tool_choice=named)
+    _, prompt = matcher_of(served, tools=BOTH, tool_choice=named)
     start = prompt.rpartition("<|start|>assistant")[2].removeprefix("\n")
     text = rendered(served, ones[3:])
     assert text.startswith(start) and "sub" in start
@@ -226,7 +228,10 @@ def test_thinking_and_an_answer_or_calls():
 def test_what_cannot_be_compiled_is_refused_before_it_is_queued(fields, message):
     async def ask():
         async with talking("It is 2.") as (client, engine):
-            for path, prompt in (("chat/completions", {"messages": [ASK]}), ("completions", {"prompt": "x"})):
+            for path, prompt in (
+                ("chat/completions", {"messages": [ASK]}),
+                ("completions", {"prompt": "x"}),
+            ):
                 body = {"model": "m", **prompt, **fields}
                 reply = await client._client.post(f"/v1/{path}", json=body)
                 assert reply.status_code == 400 and message in reply.json()["error"]["message"]
@@ -240,7 +245,9 @@ def test_keywords_of_texts_without_quotes_are_refused():
     fields = {"tools": [{"type": "function", "function": {**tool, "strict": True}}]}
     with pytest.raises(ApiError, match=r"tools: f.t: this model writes .* 'pattern' cannot be"):
         matcher_of(served_as("glm4"), **fields)
-    assert accepts(served_as("hermes"), rendered(served_as("hermes"), [("f", {"t": "aa"})]), **fields)
+    assert accepts(
+        served_as("hermes"), rendered(served_as("hermes"), [("f", {"t": "aa"})]), **fields
+    )
 
 
 def test_deep_and_costly_grammars_end_their_request_alone():

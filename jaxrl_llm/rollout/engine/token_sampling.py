@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-TokenMasks = UInt32[Array, "S words"]  # a bit per token of the vocabulary, lowest first; 0: forbidden
+TokenMasks = UInt32[
+    Array, "S words"
+]  # a bit per token of the vocabulary, lowest first; 0: forbidden
 MASK_BITS = 32
 
 _BLOCK = 128  # vocabulary entries summed at a time by the two-level search
