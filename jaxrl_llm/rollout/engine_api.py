@@ -81,7 +81,8 @@ class SamplingEngine(Protocol):
         sample continues as a new request (prompt and tokens so far, same key), a resumed run
         repeats itself, and `sampling="async"` without staleness gives the samples of "sync".
       Log-probs: of the sampled token under the whole vocabulary at the sampling temperature (1 for
-        greedy), before top_k, top_p and min_p, without `network.suppressed_tokens`. Importance
+        greedy), before top_k, top_p and min_p, without `network.suppressed_tokens`; with a
+        grammar over the tokens that it allows. Importance
         weights and `training/rollout_probs_diff_mean` compare them with the policy's own.
       Versions: each token carries the `version` of the `step` that drew it.
     """
