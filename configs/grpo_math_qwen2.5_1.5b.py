@@ -1,8 +1,8 @@
 """GRPO on competition mathematics with Qwen2.5-1.5B-Instruct: one GPU of 80 GB, a day.
 
-Rows are those of `data.task="files"`; docs/examples.md converts the MATH data set to them. Answers
-are compared as mathematics (math-verify), so that `1/2` and `0.5` are one answer. Groups in which
-all answers are right, or all wrong, are dropped and other prompts sampled.
+Rows have the columns of MATH (`data.preset="math"`): files, or names on the hub. Answers are
+compared as mathematics (math-verify), so that `1/2` and `0.5` are one answer. Groups in which all
+answers are right, or all wrong, are dropped and other prompts sampled.
 
     pip install -e '.[math]'
     python launch/train.py --config=configs/grpo_math_qwen2.5_1.5b.py --workdir=runs/math \
@@ -21,6 +21,7 @@ def get_config():
     config.model.remat = "full"
 
     config.data.task = "files"
+    config.data.preset = "math"
     config.data.train_files = ("data/math_train.jsonl",)
     config.data.eval_files = ("data/math_test.jsonl",)
     config.data.max_prompt_tokens = 512

@@ -3,12 +3,27 @@
 import functools
 import json
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def detokenizer(
+    tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True
+) -> Callable[[Sequence[int]], str]:
+    """The function that decodes tokens into text, by default without special tokens."""
+    skip = skip_special_tokens
+    # Without clean-up of spaces, which would remove a space that was already returned.
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
+        # The wrapper around it is slow, and this runs once for every token served.
+        return lambda tokens: str(backend.decode(list(tokens), skip_special_tokens=skip))
+    return lambda tokens: str(
+        tokenizer.decode(list(tokens), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    )
 
 
 class TokenNames:
@@ -25,6 +40,7 @@ class TokenNames:
         character_of_byte = bytes_to_unicode() if '"ByteLevel"' in description else {}
         self._byte_of_character = {character: byte for byte, character in character_of_byte.items()}
         self._spaces = "▁" in description
+        self.decode = detokenizer(tokenizer, skip_special_tokens=False)
         self.bytes = functools.lru_cache(maxsize=2**16)(self._bytes)
 
     def _bytes(self, token: int) -> bytes:

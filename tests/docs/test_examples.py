@@ -38,7 +38,7 @@ EXAMPLES = {
 def test_a_step_on_the_rows_of_the_document(name, tmp_path, one_device, monkeypatch):
     monkeypatch.chdir(tmp_path)
     raw = {"problem": "1+1?", "solution": "It is $\\boxed{2}$."}
-    pathlib.Path("math_raw.jsonl").write_text(json.dumps(raw) + "\n")
+    pathlib.Path("math.jsonl").write_text(json.dumps(raw) + "\n")
     for block in BLOCKS:
         exec(block, {})
     (reward,) = (block for block in BLOCKS if "def last_line_holds_answer" in block)

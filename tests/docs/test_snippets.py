@@ -41,8 +41,6 @@ def place(tmp_path, monkeypatch):
     runs = []
     for module in (rl, supervised):
         monkeypatch.setattr(module, "train", lambda config, *_, **__: runs.append(config))
-    raw = {"problem": "1+1?", "solution": "It is $\\boxed{\\frac{4}{2}}$.", "level": "Level 1"}
-    (tmp_path / "math_raw.jsonl").write_text(json.dumps(raw) + "\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
     return runs
@@ -63,12 +61,10 @@ def test_a_documents_blocks_run(path, place):
         assert list(config.warnings()) == []
 
 
-def test_documented_examples_write_these_rows_and_scores(place):
+def test_documented_examples_give_these_scores(place):
     names: dict = {}
     for _, text in BLOCKS[DOCS / "examples.md"]:
         exec(text, names)
-    (row,) = map(json.loads, pathlib.Path("math.jsonl").read_text().splitlines())
-    assert row["reward_model"]["ground_truth"] == "\\frac{4}{2}"
     judge = names["last_line_holds_answer"]
     assert judge("q", "It is far.\nAnswer: aare.", "Aare", {})["score"] == 1.0
     assert judge("q", "Answer: Rhine", "Aare", {})["score"] == 0.1

@@ -6,7 +6,7 @@ these. A grammar describes the text of a sample without the token that ends it.
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from jaxtyping import UInt32
@@ -67,6 +67,48 @@ def problem_of(matcher: Any) -> str:
 def num_mask_words(num_tokens: int) -> int:
     """Words of a mask over `num_tokens` tokens."""
     return -(-num_tokens // MASK_BITS)
+
+
+class ConstrainedSample(Protocol):
+    """A sample as its masks need it."""
+
+    @property
+    def stop_tokens(self) -> Sequence[int]:
+        """Tokens that end it."""
+        ...
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether it has a grammar."""
+        ...
+
+    def advanced_matcher(self) -> GrammarMatcher:
+        """The state of its grammar after all its tokens; raises `GrammarError`."""
+        ...
+
+
+_Sample = TypeVar("_Sample", bound=ConstrainedSample)
+
+
+def token_masks(
+    samples: Mapping[int, _Sample], num_rows: int, vocab_size: int
+) -> tuple[UInt32[np.ndarray, "rows words"], dict[_Sample, GrammarError]]:
+    """Masks of the tokens that the grammars of samples by row allow; other rows allow all.
+
+    Returns the masks, and the errors of the samples that cannot go on.
+    """
+    masks = np.full((num_rows, num_mask_words(vocab_size)), ~np.uint32(0))
+    errors: dict[_Sample, GrammarError] = {}
+    matchers: dict[int, GrammarMatcher] = {}
+    for row, sample in samples.items():
+        if sample.is_constrained:
+            try:
+                matchers[row] = sample.advanced_matcher()
+            except GrammarError as error:
+                errors[sample] = error
+    stop_tokens = {row: samples[row].stop_tokens for row in matchers}
+    failed_rows = fill_masks(masks, matchers, stop_tokens)
+    return masks, errors | {samples[row]: error for row, error in failed_rows.items()}
 
 
 def fill_masks(

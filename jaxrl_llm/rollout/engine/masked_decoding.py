@@ -13,15 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.rollout.engine import device_programs, token_sampling
+from jaxrl_llm.rollout.engine import decode_steps, logit_adjustments, token_sampling
 from jaxrl_llm.rollout.engine.decode_attention import CacheReader
-from jaxrl_llm.rollout.engine.device_programs import (
-    NO_CACHE,
-    ChunkInputs,
-    DecodeState,
-    Outputs,
-)
+from jaxrl_llm.rollout.engine.decode_steps import ChunkInputs
+from jaxrl_llm.rollout.engine.device_programs import NO_CACHE, DecodeState, Outputs
 from jaxrl_llm.rollout.engine.kv_cache import Cache, CacheSharding, PagedView, WriteBuffer
+from jaxrl_llm.rollout.engine.logit_adjustments import LogitAdjustments
 from jaxrl_llm.rollout.engine.token_sampling import TokenMasks
 
 
@@ -36,11 +33,11 @@ def begin(
     window: int,
     reader: CacheReader,
 ) -> tuple[ChunkInputs, DecodeState, WriteBuffer]:
-    """Starts a chunk, as `device_programs.begin_chunk`; pages that are read in place are left out.
+    """Starts a chunk, as `decode_steps.begin_chunk`; pages that are read in place are left out.
 
     A program that returned the cache would copy it.
     """
-    chunk, live, recent = device_programs.begin_chunk(
+    chunk, live, recent = decode_steps.begin_chunk(
         network,
         state,
         table[:num_slots],
@@ -79,7 +76,7 @@ def forward(
     view = chunk.cache_view
     if isinstance(view, PagedView):
         chunk = dataclasses.replace(chunk, cache_view=dataclasses.replace(view, cache=cache))
-    logits, recent, routes = device_programs.forward_step(
+    logits, recent, routes = decode_steps.forward_step(
         network,
         params,
         chunk,
@@ -99,27 +96,40 @@ def sample(
     logits: Float[Array, "S V"],
     routes: Int[Array, "S routes"],
     masks: TokenMasks,
+    adjustments: LogitAdjustments | None = None,
     *,
     filtered: bool,
     num_top: int,
+    num_support: int = 0,
 ) -> tuple[DecodeState, Outputs]:
     """Samples the next token of every active slot among those that its mask allows.
 
     Log-probs are those of the distribution that was sampled: over the allowed tokens, at the
     sampling temperature. Nothing is drafted; with speculation the history is kept up to date.
+
+    Args, static from `filtered` on:
+      adjustments: Of the logits, from the tokens so far; banned tokens are drawn only where the
+        masks allow no other.
     """
+    active, positions = live.remaining > 0, live.positions + 1
+    if adjustments is not None:
+        counts = logit_adjustments.token_counts(adjustments, logits.shape[-1])
+        bias = logit_adjustments.dense_bias(adjustments, logits.shape[-1])
+        no_drafts = adjustments.history[:, :0]
+        logits = logit_adjustments.adjusted_logits(
+            logits[:, None], positions[:, None], adjustments, bias, counts, no_drafts
+        )[:, 0]
     logits = token_sampling.mask_logits(logits, masks)
-    active = live.remaining > 0
-    drawn, log_probs = token_sampling.sample(
-        logits, live.positions + 1, live.sampler, filtered=filtered
+    drawn, log_probs, support = token_sampling.sample_with_support(
+        logits, positions, live.sampler, filtered=filtered, num_support=num_support
     )
     tops = token_sampling.top_log_probs(logits, live.sampler, num_top)
     history = live.history
     if history.shape[1]:
-        history = device_programs.write_history(live, drawn[:, None], active[:, None])
-    live = device_programs.advance_slots(live, drawn, active.astype(jnp.int32), history)
+        history = decode_steps.write_history(live, drawn[:, None], active[:, None])
+    live = decode_steps.advance_slots(live, drawn, active.astype(jnp.int32), history)
     tokens, log_probs = jnp.where(active, drawn, -1), jnp.where(active, log_probs, 0.0)
-    columns = [a[None] for a in (tokens, log_probs, *tops, routes)]
+    columns = [a[None] for a in (tokens, log_probs, *tops, support, routes)]
     return live, Outputs(*[*columns, live.remaining + 0])
 
 
@@ -137,4 +147,4 @@ def end(
     which the next chunk writes again.
     """
     num_slots = len(live.remaining)
-    return device_programs.end_chunk(state, live, recent, table[:num_slots], split=split)
+    return decode_steps.end_chunk(state, live, recent, table[:num_slots], split=split)
