@@ -216,7 +216,7 @@ class Engine:
                 # Active samples get their pages before others enter.
                 scheduler.reserve(self._chunk_tokens, preempt=True)
                 # Again until no slot is free: a sample may end with its first token.
-                while entering := scheduler.schedule(self._reader.requests):
+                while entering := scheduler.schedule(self._reader.batched_requests):
                     fresh = [sample for sample in entering if sample.needs_full_prefill]
                     others = [sample for sample in entering if not sample.needs_full_prefill]
                     for batch in self._reader.prefill_batches(params, fresh, scheduler):

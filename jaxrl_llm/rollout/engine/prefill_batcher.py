@@ -37,7 +37,7 @@ class PrefillBatcher:
         self._weights_ref: Callable[[], object] = lambda: None
 
     @property
-    def requests(self) -> Collection[int]:
+    def batched_requests(self) -> Collection[int]:
         """The requests whose prompts are in the last batch."""
         return self._indices.keys()
 
