@@ -130,6 +130,7 @@ class ServeOptions(PolicyOptions):
     max_waiting: Natural = option("Samples that may wait for a slot.", 256)
     chunk_steps: Annotated[int, Range("[1, 128]")] = option("Decode steps per chunk.", 8)
     draft_tokens: Annotated[int, Range("[0, 16]")] = option("Drafts per decode step; 0: none.", 0)
+    prefix_caching: bool = option("Prompts share the KV cache of equal beginnings.", True)
     dtype: Literal["", "float32", "bfloat16"] = option("For --model; empty: chosen.", "")
     tensor: Positive = option("Devices that share each layer of --model.", 1)
     warm_up_prompts: Natural = option("Prompts in one prefill; 0: no warm-up.", 1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextvars
 import functools
 import importlib.metadata
 import operator
@@ -21,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxrl_llm.agents.tools import special_tokens
 from jaxrl_llm.serving import fields, messages_api, replies
 from jaxrl_llm.serving.chat import ChatBody
-from jaxrl_llm.serving.driver import Driver, RejectReason, RequestRejected, SampleEvent
+from jaxrl_llm.serving.driver import RejectReason, RequestDriver, RequestRejected, SampleEvent
 from jaxrl_llm.serving.messages_api import CountTokensBody, MessagesBody
 from jaxrl_llm.serving.metrics import Metrics, count_requests
 from jaxrl_llm.serving.protocol import (
@@ -60,7 +61,7 @@ _REFUSALS: Mapping[RejectReason, tuple[int, str, str, Mapping[str, str]]] = {
 
 def make_app(
     served: ServedModel,
-    driver: Driver,
+    driver: RequestDriver,
     metrics: Metrics,
     request_s: float = 600.0,
     body_bytes: int = 2**20,
@@ -91,10 +92,12 @@ def make_app(
     model_card |= {"root": served.name, "parent": None, "permission": []}
 
     def in_tokenizer_thread(function: Callable[..., _T], *arguments: Any) -> Awaitable[_T]:
-        return asyncio.get_running_loop().run_in_executor(tokenizer_thread, function, *arguments)
+        run = contextvars.copy_context().run  # a session is a context variable
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(tokenizer_thread, run, function, *arguments)
 
     def check_model(name: str) -> None:
-        if name != served.name:
+        if name != served.name and not served.answers_any_name:
             message = f"model {name[:100]!r} is not served here; use {served.name!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
@@ -246,7 +249,7 @@ class _Detokenizers:
         needs_special = expected and (expected.call_format or self._hides_marks)
         decode = self._with_special if needs_special else self._plain
         return [
-            IncrementalDetokenizer(decode, p.stop_tokens, p.stop_strings)
+            IncrementalDetokenizer(decode, p.stop_tokens, p.stop_strings, p.min_tokens)
             for p in generation.sampling_params
         ]
 
@@ -264,7 +267,7 @@ class _ActiveRequest:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: RequestDriver,
         metrics: Metrics,
         limit_s: float,
         detokenizers: _Detokenizers,
@@ -339,7 +342,10 @@ class _ActiveRequest:
                 calls=calls,
                 reasoning=reasoning,
                 stop_string=transcripts[index].stop_string,
+                prompt_log_probs=(progress.prompt_log_probs,) if progress.prompt_log_probs else (),
             )
+            if self.generation.is_prompt_only:
+                piece = SampleDelta(finish_reason="length", prompt_log_probs=piece.prompt_log_probs)
             yield index, piece
 
 

@@ -74,6 +74,7 @@ def make_engine(
     chunk_steps: int = 8,
     draft_tokens: int = 0,
     full: bool = False,
+    prefix_caching: bool = False,
 ) -> Engine:
     """An engine for serving; fewer `chunk_steps` stream more smoothly, more have less overhead.
 
@@ -100,6 +101,7 @@ def make_engine(
         speculation=SpeculationConfig(draft_tokens=draft_tokens),
         decode=detokenizer(model.tokenizer),
         cache_tokens=cache_tokens,
+        prefix_caching=prefix_caching,
     )
 
 

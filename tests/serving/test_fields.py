@@ -211,9 +211,11 @@ def text_of_last(reply, engine):
 @pytest.mark.parametrize(
     ("sent", "place"),
     [
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"echo": True}, "echo"),
+        ({"repetition_penalty": 1e-9}, "repetition_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"bad_words": "x"}, "bad_words"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"top_k": -2}, "top_k"),
         ({"web_search_options": {}}, "web_search_options"),

@@ -50,7 +50,8 @@ FIELDS = [
     *("prompt", "messages", "model", "n", "temperature", "top_p", "stop", "seed", "stream"),
     *("stream_options", "user", "metadata", "top_k", "min_p", "stop_token_ids", "ignore_eos"),
     *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "best_of", "echo"),
-    *("suffix", "logit_bias", "tools", "response_format", "frequency_penalty"),
+    *("suffix", "logit_bias", "tools", "response_format", "frequency_penalty", "prompt_logprobs"),
+    *("presence_penalty", "repetition_penalty", "min_tokens", "bad_words"),
     *("input", "instructions", "previous_response_id", "store", "include", "text", "reasoning"),
     *("max_output_tokens", "tool_choice"),
 ]
@@ -66,12 +67,26 @@ LEGAL = {
     "max_tokens": st.integers(1, 63),
     "user": text,
     "ignore_eos": st.booleans(),
+    "prompt_logprobs": st.just(3),
+    "logit_bias": st.dictionaries(
+        st.integers(0, 321).map(str), st.sampled_from([-100, 0.5, 100]), max_size=40
+    ),
+    "presence_penalty": st.sampled_from([-2, 0.0, 1.5]),
+    "frequency_penalty": st.sampled_from([-2, 0.0, 2]),
+    "repetition_penalty": st.sampled_from([0.01, 1, 100]),
+    "min_tokens": st.integers(0, 20),
+    "bad_words": st.lists(text, max_size=4),
+}
+OF_COMPLETIONS = {
+    "echo": st.booleans(),
+    "logprobs": st.sampled_from([0, 3]),
+    "max_tokens": st.integers(0, 63),
 }
 bad_fields = st.dictionaries(st.sampled_from(FIELDS) | text, junk, max_size=3)
 bodies = st.builds(
     lambda prompt, legal, bad: {"model": "tiny-model", "prompt": prompt, **legal, **bad},
     st.text(min_size=1, max_size=40) | st.lists(st.integers(-1, 320), max_size=70),
-    st.fixed_dictionaries({}, optional=LEGAL),
+    st.fixed_dictionaries({}, optional=LEGAL | OF_COMPLETIONS),
     bad_fields,
 )
 chats = st.builds(

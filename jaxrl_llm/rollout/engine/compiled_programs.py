@@ -14,6 +14,7 @@ from jaxrl_llm.packing.packed_batch import bucket
 from jaxrl_llm.rollout.engine import (
     decode_attention,
     device_programs,
+    host_inputs,
     kv_cache,
     prefill,
 )
@@ -39,11 +40,14 @@ class EnginePrograms:
         speculation: SpeculationConfig,
         keeps_routes: bool,
         cache_tokens: int,
+        prefix_caching: bool = False,
     ):
         self.mesh, self.num_slots, self.max_tokens = mesh, num_slots, max_tokens
         # waits for programs compiled in the background
         self.wait_compiled: Callable[[], None] = lambda: None
         self.num_routes = network.num_routes if keeps_routes else 0
+        self.prefix_caching = prefix_caching and not self.num_routes
+        self.extend_shapes = host_inputs.chunked_prefill_shapes(num_slots, self.prefix_caching)
         self._replicated = mesh_lib.replicated(mesh)
         with_rules = mesh_lib.axis_rules(mesh_lib.ROLLOUT_ACTIVATIONS[layout])
         # Two programs: one for refills, one for the first fill.
@@ -84,11 +88,11 @@ class EnginePrograms:
         prefill_program = _named_partial(
             prefill.prefill, network, piece_tokens=prefill.PREFILL_CHUNK_TOKENS
         )
-        self.prefill = jax.jit(with_rules(prefill_program))
+        self.prefill = jax.jit(with_rules(prefill_program), static_argnames="num_prompt_top")
         jit_with_outputs = functools.partial(
             jax.jit, out_shardings=(self.state_shardings, self._replicated)
         )
-        switches = ("filtered", "num_top")
+        switches = ("filtered", "num_top", "num_support")
         insert = _named_partial(device_programs.insert, split=split)
         self.insert = jit_with_outputs(
             with_rules(insert), static_argnames=switches, donate_argnums=0
