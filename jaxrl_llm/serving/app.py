@@ -450,7 +450,9 @@ def _as_api_error(error: Exception) -> ApiError:
     furthest = max(
         (each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]), key=_error_depth
     )
-    keys = _body_keys(error.body, furthest["loc"][1:], furthest["type"] == "missing")
+    keys = [str(part) for part in furthest["loc"][1:]]
+    if furthest["loc"][0] == "body":
+        keys = _body_keys(error.body, furthest["loc"][1:], furthest["type"] == "missing")
     is_unknown = furthest["type"] == "extra_forbidden"  # within a nested object
     message = "no such field" if is_unknown else furthest["msg"].removeprefix("Value error, ")
     value = furthest.get("input")
