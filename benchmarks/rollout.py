@@ -125,7 +125,7 @@ def one_loop(ours: Ours) -> Callable[[int], None]:
     @jax.jit
     def run(params, prompts, keys):
         prefix = prefill.prefill(network, params, prompts)
-        sampler = SamplerState(keys, ones, zeros.astype(int), ones, zeros)
+        sampler = SamplerState(keys, ones, zeros.astype(int), ones, zeros, zeros.astype(int))
         state = device_programs.empty_state(network, slots, 9, 64)
         admission = device_programs.InsertArgs(
             jnp.repeat(jnp.arange(8), 4),

@@ -109,6 +109,10 @@ class EpisodeLog:
     errors: Counter[str] = dataclasses.field(default_factory=Counter)  # by kind
     seconds: float = 0.0  # spent in tool calls and environment steps
     num_rewritten: int = 0  # times the template rewrote history, which starts a new sequence
+    # Of a black-box agent:
+    num_branches: int = 0  # sequences beyond the first
+    num_unmatched: int = 0  # replies that came back changed, so that a branch began
+    num_requests: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +136,10 @@ class Rollouts:
     episode_logs: tuple[EpisodeLog, ...] = ()
     # Images of each row, in prompt and response; empty: only those of the prompts.
     images: tuple[tuple[PromptImage, ...], ...] = ()
+    # Tokens among which each token was drawn, itself among them, padded with -1; log-probs, also of
+    # the trained policy, are renormalized over them. Where only -1 stands, and everywhere if it is
+    # None, they are of the whole vocabulary.
+    support: Int[np.ndarray, "B T k"] | None = None
 
     @property
     def last_rows(self) -> Int[np.ndarray, " B"]:

@@ -59,8 +59,12 @@ from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.rewards import reward_pool, truth_checks
 from jaxrl_llm.rewards.reward_pool import RewardError
 from jaxrl_llm.rollout import engines, episodes
-from jaxrl_llm.rollout.engine.requests import EngineStatistics
+from jaxrl_llm.rollout.engine.requests import EngineStatistics, Request, SamplingParams
+from jaxrl_llm.rollout.vllm_engine import engine as vllm_engine
 from jaxrl_llm.sampling import async_schedule, async_source, policy_sampler, source
+from jaxrl_llm.serving.driver import RequestRejected
+from jaxrl_llm.serving.protocol import ServedModel
+from jaxrl_llm.serving.sessions import harness_manager
 from jaxrl_llm.sharding import device_pools
 from jaxrl_llm.trainer import evaluation as evaluation_lib
 from jaxrl_llm.trainer import idle_balancing, relayout_schedule, run
@@ -365,6 +369,20 @@ def engine(config: RLConfig):
     return network, named, seen["resharder"], episodes.sampling_params(config.rollout, (1,))
 
 
+def vllm_worker(config: RLConfig):
+    """What a worker of vLLM is started with, where, and how long an answer may take."""
+    seen = []
+    with (
+        mock.patch.object(vllm_engine, "check_interpreter", lambda python: None),
+        mock.patch.object(vllm_engine, "WorkerClient", lambda *arguments: seen.extend(arguments)),
+    ):
+        models = job_models.make_models(config, job_models.role_meshes(config))
+        policy_sampler.make_sampler(config, models, {})
+    settings, message = seen
+    place = settings.python or settings.host_and_port
+    return place, settings.timeout_s, message
+
+
 def prompts(config):
     """Prompts of both splits, and the order that training takes them in."""
     tokenizer = job_models.load_tokenizer(config.model)
@@ -661,6 +679,24 @@ def agents(config: RLConfig):
         return told, deadlines, turns, own.environment
 
 
+def sessions(config: RLConfig):
+    """The requests that a session accepts, and the reward of a harness that failed."""
+    served = ServedModel("m", tokenizer_lib.character_tokenizer(), (1,), 104, 64)
+    pool = types.SimpleNamespace(close=lambda: None, ask=lambda *_: None, end=lambda _: None)
+    request = Request((5,), np.zeros((1, 2), np.uint32), (SamplingParams(4),))
+    with (
+        mock.patch.object(harness_manager, "make_agent_pool", lambda config: pool),
+        harness_manager.HarnessManager(config.agent, served, "*") as manager,
+    ):
+        agent = manager.start_agent(manager.open_wave(), PROMPTS[0], 0)
+        accepted = 0
+        with contextlib.suppress(RequestRejected):
+            for _ in range(70):
+                agent.session.submit((request,), print)
+                accepted += 1
+        return accepted, manager.episode_log(agent, {"problem": "exception"}).reward
+
+
 def _models(wanted):
     return {**wanted.models, **wanted.cost_models}
 
@@ -680,7 +716,7 @@ def frame(config):
     """Steps of a run, those that are evaluated, and how long a signal may wait."""
     of_run = run.TrainingRun(config, "unused")
     evaluated = [step for step in range(of_run.total_steps + 1) if of_run.should_evaluate(step)]
-    return of_run.total_steps, evaluated, of_run.interruption._grace_s
+    return of_run.total_steps, evaluated, of_run.interruption._grace_s, of_run.stop_check.condition
 
 
 def schedule(config):

@@ -25,8 +25,8 @@ def outputs(columns, steps, slots, remaining):
         tokens[: len(column), slot] = column
     log_probs = np.where(tokens >= 0, tokens / -10.0, 0.0)
     tops = np.stack([tokens, tokens + 1], -1)
-    no_routes = np.zeros((steps, slots, 0), np.int16)
-    return Outputs(tokens, log_probs, tops, tops / -10.0, no_routes, np.array(remaining))
+    nothing = np.zeros((steps, slots, 0), np.int16)
+    return Outputs(tokens, log_probs, tops, tops / -10.0, nothing, nothing, np.array(remaining))
 
 
 def first(tokens, remaining):

@@ -21,7 +21,8 @@ FLOORS = (
     (("sampling",),),
     (("planning",),),
     (("saved_policy",),),
-    (("trainer",), ("serving",), ("viewer",)),
+    (("serving",),),
+    (("trainer",), ("viewer",)),
     (("program",),),
     (("commands",),),
 )

@@ -52,15 +52,17 @@ class AgentPool(WorkerPool):
         """Imports the tools of the config; AgentError if that fails."""
         self._config, is_shared = config, config.episodes_per_process > 1
         self._child = ChildProcess(agent_worker.__name__, config.visible)
+        limit_s = config.harness_timeout_s if config.harness else config.timeout_s
         super().__init__(
             self._fork,
             config.num_processes,
-            config.timeout_s,
+            limit_s,
             sessions_per_worker=config.episodes_per_process,
         )
         fields = "tools", "corpus", "memory_gib", "max_result_characters", "cut_results"
+        fields += "harness", "max_harness_processes"
         settings = {name: getattr(config, name) for name in fields}
-        settings["limit_s"] = config.timeout_s if is_shared else None
+        settings["limit_s"] = limit_s if is_shared else None
         environments = config.environments.items()
         settings["environments"] = {n: (e.environment, e.address) for n, e in environments}
         send(self._child.connection, settings)
@@ -90,7 +92,8 @@ class AgentPool(WorkerPool):
 
     def _raise_problem(self, answer: Answer) -> None:
         if problem := answer.get("error", answer.get("text")):
-            names = ", ".join((*self._config.tools, *self._config.environments))
+            config = self._config
+            names = config.harness or ", ".join((*config.tools, *config.environments))
             raise AgentError(f"config.agent: {names} cannot be used: {problem}")
 
     def _fork(self) -> _ForkedProcess:

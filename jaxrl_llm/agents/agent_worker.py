@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from jaxrl_llm.agents import builtin_tools, environments, message_content, tool_schema, tools
+from jaxrl_llm.agents import harness as harness_lib
 from jaxrl_llm.agents.environments import Environment, await_if_needed
 from jaxrl_llm.agents.episode_isolation import (
     BlockedError,
@@ -46,6 +47,8 @@ def main(connection_fd: int) -> None:
         settings = receive(connection)
         try:
             tools_by_name = {name: tools.resolve_tool(name) for name in settings["tools"]}
+            if settings["harness"]:
+                harness_lib.check_harness(settings["harness"])
             for path, _ in settings["environments"].values():
                 environments.environment_factory(path)
             if settings["corpus"]:
@@ -285,6 +288,18 @@ class _EpisodeWorker:
     async def reward(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The reward of the whole episode."""
         return {"reward": await self._environment.reward(messages)}
+
+    async def solve(self, row: Mapping[str, Any], base_url: str) -> dict[str, Any]:
+        """Runs the harness on a row; returns its reward, None if it gives none."""
+        settings = self._settings
+        reward = await harness_lib.run_harness(
+            settings["harness"],
+            row,
+            base_url,
+            settings["max_harness_processes"],
+            sets_variables=settings["limit_s"] is None,
+        )
+        return {"reward": reward}
 
     async def end(self) -> dict[str, Any]:
         """Closes the environment."""

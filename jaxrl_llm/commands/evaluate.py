@@ -2,17 +2,18 @@
 
 import contextlib
 import dataclasses
+import importlib
 import json
 
 import jax
 
 from jaxrl_llm import errors, program, saved_policy
-from jaxrl_llm.agents.env_manager import EnvManager
 from jaxrl_llm.commands.options import EvaluateOptions
 from jaxrl_llm.data import datasets
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.rewards import truth_checks
 from jaxrl_llm.saved_policy import SavedPolicy
+from jaxrl_llm.trainer.agent_host import make_agent_host
 from jaxrl_llm.trainer.evaluation import Evaluator
 
 
@@ -26,6 +27,9 @@ def _load(options: EvaluateOptions) -> SavedPolicy:
 
 
 def main(options: EvaluateOptions) -> None:
+    if options.tasks:
+        importlib.import_module("jaxrl_llm.commands.lm_eval_tasks").main(options)
+        return
     folder = options.workdir or options.model
     program.enable_compilation_cache(options.workdir, options.model)
     source = _load(options)
@@ -47,12 +51,10 @@ def main(options: EvaluateOptions) -> None:
         sampler, chat_options = source.sampler, None
         if config.agent.is_used:
             world = stack.enter_context(
-                EnvManager(config.agent, tokenizer, source.models.image_processor)
+                make_agent_host(config, source.models, source.models.image_processor)
             )
-            sampler, chat_options = (
-                dataclasses.replace(sampler, world=world),
-                world.template_options,
-            )
+            sampler = dataclasses.replace(sampler, world=world)
+            chat_options = world.template_options
         held_out = datasets.load_dataset(
             config.data, tokenizer, "eval", config.seed, chat_options, source.models.image_processor
         )

@@ -1,15 +1,22 @@
 """Agents: tools, environments, and the limits of an episode of several turns."""
 
 import dataclasses
-from collections.abc import Mapping
+import re
+import shlex
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from jaxrl_llm.config.validation import ConfigGroup, Count, File, Name, Problems, Range
+from jaxrl_llm.config.validation import ConfigGroup, Count, File, Name, Problems, Range, Real
 
 ADAPTERS = ("gymnasium", "mcp", "openenv", "verifiers")
 BUILTIN_TOOLS = ("calculator", "python", "search")
 # Values of a row's `agent_name` that mean: tools and no environment; one answer without either.
 TOOLS_ALONE, SINGLE_TURN = "tool_agent", "single_turn_agent"
+# Settings without effect on a harness, and those without effect on tools and environments.
+_TOOL_FIELDS = ("default", "max_turns", "max_calls", "max_result_characters", "cut_results")
+_TOOL_FIELDS += ("timeout_s", "max_tool_s", "corpus")
+_HARNESS_FIELDS = ("harness_timeout_s", "max_requests", "max_harness_processes", "failure_reward")
+_FUNCTION_PATH = re.compile(r"[^\s:]+:[A-Za-z_]\w*")
 
 
 class EnvironmentConfig(ConfigGroup):
@@ -63,11 +70,37 @@ class AgentConfig(ConfigGroup):
     memory_gib: Annotated[float, Range("[0.5, 1000000] or inf", "inf: no limit")] = 16.0
     visible: tuple[Name, ...] = ()  # environment variables that tools and environments may see
     corpus: File = ""  # JSON lines with `text` (and `title`), for the tool "search"
+    # A black-box agent in place of tools and environments (docs/harness.md): a function of a row
+    # and `base_url`, 'package.module:function' or 'path/file.py:function', or a command line.
+    harness: Name = ""
+    harness_timeout_s: Annotated[float, Range("[0.01, 1000000]")] = 600.0  # of an episode
+    max_requests: Annotated[int, Range("[1, 1000000]")] = 64  # of a harness in an episode
+    # Processes of a harness that is a command, itself and its descendants, at the same time.
+    max_harness_processes: Annotated[int, Range("[1, 65536]")] = 64
+    failure_reward: Real = 0.0  # of an episode whose harness failed
 
     @property
     def is_used(self) -> bool:
-        """Whether the run has tools or environments."""
-        return bool(self.tools or self.environments)
+        """Whether the run has tools, environments or a harness."""
+        return bool(self.tools or self.environments or self.harness)
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether environments or a harness may give rewards."""
+        return bool(self.environments or self.harness)
+
+    @property
+    def is_command(self) -> bool:
+        """Whether `harness` is a command line, not a function."""
+        return bool(self.harness) and not _FUNCTION_PATH.fullmatch(self.harness)
+
+    def warnings(self) -> Iterator[str]:
+        """Settings of the other kind of agent."""
+        reason = "a harness has its own tools" if self.harness else "there is no agent.harness"
+        idle = _TOOL_FIELDS if self.harness else _HARNESS_FIELDS
+        for name in idle:
+            if getattr(self, name) != getattr(AgentConfig(), name):
+                yield f"config.agent.{name}: no effect, {reason}"
 
     def environment_for(self, agent_name: str) -> str:
         """Name of the environment of a row, by its `agent_name`; "": tools alone."""
@@ -93,7 +126,24 @@ class AgentConfig(ConfigGroup):
                 "default",
                 f"name that of rows without `agent_name`: {', '.join(self.environments)}",
             )
+        yield from self._harness_rules()
         if "search" in self.tools and not self.corpus:
             yield "corpus", "required by the tool 'search': a file of JSON lines with `text`"
         if self.corpus and "search" not in self.tools:
             yield "corpus", "nothing searches it; add 'search' to agent.tools"
+
+    def _harness_rules(self) -> Problems:
+        if not self.harness:
+            return
+        if self.tools or self.environments:
+            message = f"{self.harness!r} is an agent with tools of its own"
+            yield "harness", f"{message}; leave agent.tools and agent.environments empty"
+        if self.ray_workers:
+            yield "ray_workers", "a harness reaches the run on its host alone; set it to 0"
+        if self.is_command:
+            try:
+                shlex.split(self.harness)
+            except ValueError as error:
+                yield "harness", f"{self.harness!r} is no command line: {error}"
+            if self.episodes_per_process > 1:
+                yield "episodes_per_process", "a command has a process of its own; set it to 1"

@@ -129,6 +129,10 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
         metrics |= {f"tool_errors/{kind}": float(count) for kind, count in sorted(errors.items())}
         metrics["tool_errors/total"] = float(errors.total())
         metrics["agent/rewritten"] = float(sum(log.num_rewritten for log in logs))
+        if any(log.num_requests for log in logs):  # black-box agents
+            for name in ("branches", "unmatched", "requests"):
+                total = sum(getattr(log, f"num_{name}") for log in logs)
+                metrics[f"agent/{name}"] = float(total)
     return metrics
 
 

@@ -42,7 +42,7 @@ def to_text(
     """
 
     def sequence_fields(sequence: episode_runner.EpisodeSequence, has_ended: bool) -> dict:
-        routes = sequence.routes
+        routes, support = sequence.routes, sequence.support
         return {
             **{
                 key: np.array(getattr(sequence, field), dtype).tobytes()
@@ -53,6 +53,8 @@ def to_text(
             "ended": has_ended,
             "num_routes": 0 if routes is None else routes.shape[1],
             "routes": b"" if routes is None else routes.astype(ROUTE_DTYPE).tobytes(),
+            "max_support": 0 if support is None else support.shape[1],
+            "support": b"" if support is None else support.astype(np.int32).tobytes(),
         }
 
     message = {
@@ -79,6 +81,10 @@ def from_text(
         routes = None
         if saved["num_routes"]:
             routes = np.frombuffer(saved["routes"], ROUTE_DTYPE).reshape(-1, saved["num_routes"])
+        support = None
+        # Checkpoints of earlier versions have none.
+        if size := saved.get("max_support", 0):
+            support = np.frombuffer(saved["support"], np.int32).reshape(-1, size)
         sequence = episode_runner.EpisodeSequence(
             episode=number * len(samples) + i,
             prompt=prompt.tokens,
@@ -86,6 +92,7 @@ def from_text(
             key=np.array(saved["key"], np.uint32),
             stopped=saved["stopped"],
             routes=routes,
+            support=support,
             **columns,
         )
         sequences.append((sequence, saved["ended"]))

@@ -154,7 +154,7 @@ class AsyncSource(SyncSource):
             self._engine.reset()
             self._restored = False
         else:
-            self._runner.pause()
+            self._record_ended(self._runner.pause())
         # With "drain" the older weights that should have finished them no longer exist.
         self._runner.resume(restart=self._config.trainer.new_weights == "drain")
 
@@ -167,7 +167,7 @@ class AsyncSource(SyncSource):
         ):
             return
         if mode == "recompute":
-            self._runner.pause()
+            self._record_ended(self._runner.pause())
             self._runner.resume()
         self._engine_weights = newest
 
@@ -205,15 +205,19 @@ class AsyncSource(SyncSource):
             self._runner.start(prompt, number * n, keys[place * n : (place + 1) * n])
 
     def _decode_chunk(self, *, ahead: bool = False) -> None:
-        """Decodes one chunk; starts scoring the groups that it completes."""
+        """Decodes one chunk."""
         with self._staleness.time_generation():
-            for episode in self._runner.step(self._current_weights, ahead=ahead):
-                number = episode // len(self._sampling_params)
-                self._groups[number].num_unfinished -= 1
-                if not self._groups[number].num_unfinished:
-                    self._finished.append(number)
-                    if self._begin_scoring is not None:
-                        self._begin_scoring(self._group_rollouts(number), 0)
+            self._record_ended(self._runner.step(self._current_weights, ahead=ahead))
+
+    def _record_ended(self, episodes_ended: Sequence[int]) -> None:
+        """Counts samples that ended; starts scoring the groups that they complete."""
+        for episode in episodes_ended:
+            number = episode // len(self._sampling_params)
+            self._groups[number].num_unfinished -= 1
+            if not self._groups[number].num_unfinished:
+                self._finished.append(number)
+                if self._begin_scoring is not None:
+                    self._begin_scoring(self._group_rollouts(number), 0)
 
     def _sample_wave(
         self, weights: Weights, num_prompts: int, wave: int, key: jax.Array, clock: Clock

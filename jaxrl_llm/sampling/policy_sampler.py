@@ -11,7 +11,8 @@ import jax
 from absl import logging
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.config import RLConfig, RolloutConfig
+from jaxrl_llm.config import ConfigError, RLConfig, RolloutConfig
+from jaxrl_llm.config.rollout_data import BUILT_IN_ENGINE
 from jaxrl_llm.learner import job_models
 from jaxrl_llm.learner.job_models import Models
 from jaxrl_llm.metrics.timers import Clock
@@ -20,8 +21,10 @@ from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import engines, episodes
 from jaxrl_llm.rollout.engine import host_inputs, kv_cache
 from jaxrl_llm.rollout.engine.requests import EngineStatistics, SamplingParams
-from jaxrl_llm.rollout.engine_api import EngineArgs, SamplingEngine
+from jaxrl_llm.rollout.engine_api import ClosableEngine, EngineArgs, SamplingEngine
 from jaxrl_llm.rollout.episode_runner import EpisodeEnvironment
+from jaxrl_llm.rollout.session_host import SessionHost
+from jaxrl_llm.rollout.session_runner import session_rollouts
 from jaxrl_llm.sharding import device_pools
 from jaxrl_llm.sharding.reshard import Resharder
 from jaxrl_llm.types import PromptBatch, Rollouts, Weights
@@ -36,7 +39,8 @@ class PolicySampler:
     engine_args: EngineArgs  # to build engines of other sizes
     resharder: Resharder  # from the training layout to the rollout layout
     base: Params  # frozen weights under the adapters; empty without adapters
-    world: EpisodeEnvironment | None = None  # environments and tools; None: single-turn
+    # Environments and tools, or black-box agents; None: single-turn.
+    world: EpisodeEnvironment | SessionHost | None = None
     max_turn_tokens: int = 0  # in episodes; 0: the limit of the whole response
     is_async: bool = False  # asynchronous: samples of later steps are drawn during training
     retains_old_weights: bool = False  # old weights stay usable after an update
@@ -75,6 +79,10 @@ class PolicySampler:
         if gallery is not None:  # batched: few calls of the vision encoder
             gallery.features(image for prompt in prompts.prompts for image in prompt.images)
         see = None if gallery is None else gallery.image_inputs
+        if isinstance(self.world, SessionHost):
+            return session_rollouts(
+                self.engine, weights, tokenizer, prompts, samples, key, self.world, turn
+            )
         return episodes.rollout(
             self.engine, weights, tokenizer, prompts, samples, key, self.world, turn, ended, see
         )
@@ -131,6 +139,11 @@ class PolicySampler:
         if self.resharder.mesh.devices.flat[0].platform == "cpu" and freed >= _MIN_TRIM_BYTES:
             _trim_memory()
 
+    def close(self) -> None:
+        """Ends the process or connection that the engine may hold."""
+        if isinstance(self.engine, ClosableEngine):
+            self.engine.close()
+
     def metrics(self) -> dict[str, float]:
         """Metrics of resharding: bytes moved and temporary memory."""
         metrics = self.resharder.report().metrics()
@@ -166,7 +179,13 @@ def check(config: RLConfig, models: Models) -> None:
         reads_images=models.image_feature_cache is not None,
         num_processes=jax.process_count(),
     )
-    if config.rollout.engine not in engines.ENGINES:
+    size, vocab_size = config.rollout.support_tokens, models.policy.shape.vocab_size
+    if size > vocab_size:
+        raise ConfigError(
+            f"config.rollout.support_tokens: {size}, but the model has {vocab_size} tokens; use"
+            " less, or 0"
+        )
+    if config.rollout.engine != BUILT_IN_ENGINE:
         make_sampler(config, models, {})
 
 
@@ -174,7 +193,7 @@ def make_sampler(
     config: RLConfig,
     models: Models,
     base: Params,
-    world: EpisodeEnvironment | None = None,
+    world: EpisodeEnvironment | SessionHost | None = None,
     longest_prompt: int = 0,
 ) -> PolicySampler:
     """Builds the sampler of a run without compiling or allocating; arguments as in `PolicySampler`.
@@ -216,7 +235,7 @@ def make_sampler(
     )
     return PolicySampler(
         models=models,
-        engine=engines.build(config.rollout.engine, args),
+        engine=engines.build(config.rollout, args),
         engine_args=args,
         resharder=resharder(policy, network, device_pools.staging_mesh(mesh, target), layout),
         base=base,

@@ -2,7 +2,9 @@
 
 import asyncio
 import concurrent.futures
+import contextvars
 import functools
+import importlib.metadata
 import operator
 import reprlib
 import time
@@ -20,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxrl_llm.agents.tools import special_tokens
 from jaxrl_llm.serving import fields, messages_api, replies
 from jaxrl_llm.serving.chat import ChatBody
-from jaxrl_llm.serving.driver import Driver, RejectReason, RequestRejected, SampleEvent
+from jaxrl_llm.serving.driver import RejectReason, RequestDriver, RequestRejected, SampleEvent
 from jaxrl_llm.serving.messages_api import CountTokensBody, MessagesBody
 from jaxrl_llm.serving.metrics import Metrics, count_requests
 from jaxrl_llm.serving.protocol import (
@@ -38,6 +40,10 @@ from jaxrl_llm.serving.replies import (
     SampleDelta,
     TokenNames,
 )
+from jaxrl_llm.serving.responses_api.body import ResponseRequest, ResponsesBody
+from jaxrl_llm.serving.responses_api.events import ResponsesFormat
+from jaxrl_llm.serving.responses_api.fields import PATH as RESPONSES_PATH
+from jaxrl_llm.serving.responses_api.store import ResponseStore, storage_routes
 from jaxrl_llm.serving.tokenization import DetokenizeBody, TokenizeBody, tokenize_reply
 from jaxrl_llm.serving.tool_call_stream import StreamedCall, ToolCallStream, thinking_marks
 
@@ -55,11 +61,12 @@ _REFUSALS: Mapping[RejectReason, tuple[int, str, str, Mapping[str, str]]] = {
 
 def make_app(
     served: ServedModel,
-    driver: Driver,
+    driver: RequestDriver,
     metrics: Metrics,
     request_s: float = 600.0,
     body_bytes: int = 2**20,
     body_s: float = 30.0,
+    store_bytes: int = 2**26,
 ) -> fastapi.FastAPI:
     """The ASGI application of a server; `driver` must call its listeners in the same event loop.
 
@@ -70,9 +77,10 @@ def make_app(
       request_s: Time limit of a request in seconds, from acceptance to the last token.
       body_bytes: Largest request body.
       body_s: Seconds in which the body has to arrive.
+      store_bytes: Memory for stored responses of the Responses API.
     """
     app = fastapi.FastAPI(title="jaxrl_llm", docs_url=None, redoc_url=None)
-    token_names = TokenNames(served.tokenizer)
+    token_names, store = TokenNames(served.tokenizer), ResponseStore(store_bytes)
     start_request = functools.partial(
         _ActiveRequest, driver, metrics, request_s, _Detokenizers(served)
     )
@@ -81,18 +89,21 @@ def make_app(
     tokenizer_thread = concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
     model_card = {"id": served.name, "object": "model", "created": int(time.time())}
     model_card |= {"owned_by": "jaxrl_llm", "max_model_len": served.max_tokens}
+    model_card |= {"root": served.name, "parent": None, "permission": []}
 
     def in_tokenizer_thread(function: Callable[..., _T], *arguments: Any) -> Awaitable[_T]:
-        return asyncio.get_running_loop().run_in_executor(tokenizer_thread, function, *arguments)
+        run = contextvars.copy_context().run  # a session is a context variable
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(tokenizer_thread, run, function, *arguments)
 
     def check_model(name: str) -> None:
-        if name != served.name:
+        if name != served.name and not served.answers_any_name:
             message = f"model {name[:100]!r} is not served here; use {served.name!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
     async def answer(
         request: fastapi.Request,
-        body: CompletionBody | ChatBody | MessagesBody,
+        body: CompletionBody | ChatBody | MessagesBody | ResponseRequest,
         make_format: Callable[[GenerationRequest], ReplyFormat],
     ) -> Response:
         """The reply, or its event stream; the engine is already working on it."""
@@ -135,6 +146,21 @@ def make_app(
         check_model(body.model)
         return {"input_tokens": await in_tokenizer_thread(body.num_tokens, served)}
 
+    @app.post(RESPONSES_PATH)
+    async def responses(body: ResponsesBody, request: fastapi.Request) -> Response:
+        turn = ResponseRequest.from_body(body, store)
+        make_format = functools.partial(ResponsesFormat, token_names, store, turn)
+        return await answer(request, turn, make_format)
+
+    @app.post(f"{RESPONSES_PATH}/input_tokens")
+    async def input_tokens(body: ResponsesBody) -> dict[str, Any]:
+        check_model(body.model)
+        turn = ResponseRequest.from_body(body, store)
+        count = await in_tokenizer_thread(turn.num_tokens, served)
+        return {"object": "response.input_tokens", "input_tokens": count}
+
+    app.include_router(storage_routes(store))
+
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         check_model(body.model or served.name)
@@ -158,6 +184,10 @@ def make_app(
     async def health() -> JSONResponse:
         state = driver.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": importlib.metadata.version("jaxrl_llm")}
 
     @app.get("/metrics")
     async def prometheus() -> Response:
@@ -219,7 +249,7 @@ class _Detokenizers:
         needs_special = expected and (expected.call_format or self._hides_marks)
         decode = self._with_special if needs_special else self._plain
         return [
-            IncrementalDetokenizer(decode, p.stop_tokens, p.stop_strings)
+            IncrementalDetokenizer(decode, p.stop_tokens, p.stop_strings, p.min_tokens)
             for p in generation.sampling_params
         ]
 
@@ -237,7 +267,7 @@ class _ActiveRequest:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: RequestDriver,
         metrics: Metrics,
         limit_s: float,
         detokenizers: _Detokenizers,
@@ -312,7 +342,10 @@ class _ActiveRequest:
                 calls=calls,
                 reasoning=reasoning,
                 stop_string=transcripts[index].stop_string,
+                prompt_log_probs=(progress.prompt_log_probs,) if progress.prompt_log_probs else (),
             )
+            if self.generation.is_prompt_only:
+                piece = SampleDelta(finish_reason="length", prompt_log_probs=piece.prompt_log_probs)
             yield index, piece
 
 

@@ -24,12 +24,13 @@ from jaxrl_llm.serving.protocol import (
     FAIL_FAST,
     ApiError,
     Body,
+    ChatPrompt,
     GenerationRequest,
     PositiveCount,
     ServedModel,
     TopLogProbs,
 )
-from jaxrl_llm.serving.tool_call_stream import ExpectedCalls, thinking_marks
+from jaxrl_llm.serving.tool_call_stream import ExpectedCalls, StreamedCall, thinking_marks
 from jaxrl_llm.text import text_fault
 from jaxrl_llm.types import PromptImage
 
@@ -302,28 +303,22 @@ class ChatBody(Body):
             )
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
-        (tokens,) = tokenizer_lib.prompt_tokens(
-            served.tokenizer, [text + call_start], served.chat_template
-        )
+        chat = ChatPrompt(messages, options, text, call_start, served.chat_template)
         try:
+            tokens = (served.tokenize_chat or chat_tokenizer(served.tokenizer))(chat)
             tokens, images = expand_tokens(served.image_processor, tokens, images, "messages")
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
         return RenderedPrompt(text, call_start, tokens, tuple(images))
 
     def generation_request(self, served: ServedModel) -> GenerationRequest:
-        prompt, tools = self.rendered_prompt(served), self._template_tools
-        # Harmony has channels for thinking and text, with tools or without.
-        parses_calls = bool(tools) or served.call_format == "harmony"
-        thinks = bool(thinking_marks(str(served.tokenizer.chat_template)))
-        expected_calls = ExpectedCalls(
-            served.call_format if parses_calls else "",
-            schemas_of(tools),
-            prompt.call_start,
-            only_one=self.parallel_tool_calls is False,
-            open_thinking=open_thinking_mark(prompt.text),
-            drops_thinking=self.include_reasoning is False,
-        )
+        prompt = self.rendered_prompt(served)
+        calls = expected_calls(served, self._template_tools, prompt.text, prompt.call_start)
+        if calls is not None:
+            calls = calls._replace(
+                only_one=self.parallel_tool_calls is False,
+                drops_thinking=self.include_reasoning is False,
+            )
         limit = self.max_completion_tokens or self.max_tokens
         num_top = (self.top_logprobs or 0) if self.logprobs else -1
         return self._generation_request(
@@ -333,9 +328,53 @@ class ChatBody(Body):
             limit,
             served.max_tokens,
             num_top,
-            expected_calls if parses_calls or thinks else None,
+            calls,
             prompt.images,
         )
+
+
+def chat_tokenizer(
+    tokenizer: PreTrainedTokenizerBase,
+) -> Callable[[ChatPrompt], tuple[int, ...]]:
+    """The function that tokenizes the text of a dialogue."""
+
+    def chat_tokens(chat: ChatPrompt) -> tuple[int, ...]:
+        texts = [chat.text + chat.call_start]
+        (tokens,) = tokenizer_lib.prompt_tokens(tokenizer, texts, chat.uses_template)
+        return tokens
+
+    return chat_tokens
+
+
+def expected_calls(
+    served: ServedModel, tools: Sequence[Mapping[str, Any]], text: str, call_start: str = ""
+) -> ExpectedCalls | None:
+    """The calls and the thinking that a reply to a dialogue may have; None: replies are text alone.
+
+    Args:
+      tools: As the chat template sees them.
+      text: The rendered dialogue.
+      call_start: As in `ChatPrompt`.
+    """
+    # Harmony has channels for thinking and text, with tools or without.
+    parses_calls = bool(tools) or served.call_format == "harmony"
+    if not parses_calls and not thinking_marks(str(served.tokenizer.chat_template)):
+        return None
+    call_format = served.call_format if parses_calls else ""
+    thinking = open_thinking_mark(text)
+    return ExpectedCalls(call_format, schemas_of(tools), call_start, open_thinking=thinking)
+
+
+def validated_chat(chat: Mapping[str, Any]) -> ChatBody:
+    """The chat that a request of another protocol means; raises `ApiError` if there is none."""
+    try:
+        return ChatBody.model_validate(chat)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        message = f"{place}: {first['msg'].removeprefix('Value error, ')}".removeprefix(": ")
+        param = str(first["loc"][0]) if first["loc"] else ""
+        raise ApiError(400, message, param=param) from error
 
 
 def _load_images(served: ServedModel, messages: Sequence[ChatMessage]) -> list[PromptImage]:
@@ -424,6 +463,11 @@ def _forced_call_start(
         message = "tool_choice: the chat template of this model lets no call be begun"
         raise ApiError(400, f"{message}; use 'auto'", param="tool_choice")
     return call_start
+
+
+def call_message(call: StreamedCall) -> dict[str, Any]:
+    """A call in a reply of this server, in the form for chat templates."""
+    return _template_call(call.number, call.name, json.loads(call.arguments))
 
 
 def _template_call(number: int, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 from absl import logging
 
@@ -40,6 +40,23 @@ class Ticket:
     listener: Callable[[SampleEvent], None]
     num_unfinished: int  # samples; at 0 no more events come
     request_ids: tuple[int, ...] = ()  # request ids of the engine, once submitted to it
+
+
+class RequestDriver(Protocol):
+    """Where the HTTP application sends requests."""
+
+    @property
+    def state(self) -> Literal["starting", "ready", "stopping", "failed"]: ...
+
+    def submit(
+        self, requests: Sequence[Request], listener: Callable[[SampleEvent], None]
+    ) -> Ticket:
+        """Queues requests; `listener` gets the events of every sample. Raises `RequestRejected`."""
+        ...
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Cancels a ticket. No-op if it has finished."""
+        ...
 
 
 class Driver:

@@ -42,7 +42,7 @@ def refused_except(*neutral: Any) -> Rule:
     return Rule("refused", neutral)
 
 
-_BOTH: Mapping[str, Rule] = {
+BOTH: Mapping[str, Rule] = {
     # OpenAI's.
     "model": USED,
     "n": USED,
@@ -62,9 +62,9 @@ _BOTH: Mapping[str, Rule] = {
     "prompt_cache_key": IGNORED,
     "prompt_cache_options": IGNORED,
     "prompt_cache_retention": IGNORED,
-    "frequency_penalty": refused_except(0),
-    "presence_penalty": refused_except(0),
-    "logit_bias": refused_except({}),
+    "frequency_penalty": USED,
+    "presence_penalty": USED,
+    "logit_bias": USED,
     "response_format": refused_except({"type": "text"}),
     # vLLM's.
     "top_k": USED,
@@ -76,20 +76,19 @@ _BOTH: Mapping[str, Rule] = {
     "cache_salt": IGNORED,
     "spaces_between_special_tokens": IGNORED,  # special tokens are left out
     "guided_decoding_backend": IGNORED,
-    "repetition_penalty": refused_except(1),
+    "repetition_penalty": USED,
     "length_penalty": refused_except(1),
     "use_beam_search": refused_except(False),
     "early_stopping": refused_except(False),
-    "min_tokens": refused_except(0),
+    "min_tokens": USED,
     "skip_special_tokens": refused_except(True),
     "include_stop_str_in_output": refused_except(False),
     "detokenize": refused_except(True),
-    "echo": refused_except(False),
-    "bad_words": refused_except([]),
+    "bad_words": USED,
     "logits_processors": refused_except([]),
     "allowed_token_ids": REFUSED,
     "truncate_prompt_tokens": REFUSED,
-    "prompt_logprobs": REFUSED,
+    "prompt_logprobs": USED,
     "return_token_ids": USED,
     "return_tokens_as_token_ids": USED,
     "kv_transfer_params": refused_except({}),
@@ -106,7 +105,7 @@ _BOTH: Mapping[str, Rule] = {
 }
 
 CHAT: Mapping[str, Rule] = {
-    **_BOTH,
+    **BOTH,
     "messages": USED,
     "max_completion_tokens": USED,
     "top_logprobs": USED,
@@ -126,6 +125,7 @@ CHAT: Mapping[str, Rule] = {
     "chat_template_kwargs": USED,
     "chat_template": REFUSED,
     "add_generation_prompt": refused_except(True),
+    "echo": refused_except(False),
     "continue_final_message": refused_except(False),
     "add_special_tokens": refused_except(False),
     "include_reasoning": USED,
@@ -134,9 +134,10 @@ CHAT: Mapping[str, Rule] = {
 }
 
 COMPLETION: Mapping[str, Rule] = {
-    **_BOTH,
+    **BOTH,
     "prompt": USED,
     "best_of": USED,
+    "echo": USED,
     "suffix": refused_except(""),
     "prompt_embeds": REFUSED,
     "add_special_tokens": refused_except(True),

@@ -9,7 +9,7 @@ import pydantic
 from pydantic import Field
 
 from jaxrl_llm.serving import fields
-from jaxrl_llm.serving.chat import MAX_TOOLS, ChatBody, Name
+from jaxrl_llm.serving.chat import MAX_TOOLS, ChatBody, Name, validated_chat
 from jaxrl_llm.serving.fields import Strict
 from jaxrl_llm.serving.protocol import (
     FAIL_FAST,
@@ -255,13 +255,7 @@ class CountTokensBody(Strict):
 
     def chat_body(self) -> ChatBody:
         """The same request to `/v1/chat/completions`; raises `ApiError` if there is none."""
-        try:
-            return ChatBody.model_validate(self._chat_fields())
-        except pydantic.ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            message = f"{place}: {first['msg'].removeprefix('Value error, ')}".removeprefix(": ")
-            raise ApiError(400, message) from error
+        return validated_chat(self._chat_fields())
 
     def num_tokens(self, served: ServedModel) -> int:
         """Tokens of the prompt."""

@@ -49,7 +49,8 @@ class _EngineCounters(Collector):
 class Metrics:
     """Counters and histograms of one server, and gauges read from its driver."""
 
-    def __init__(self, driver: Driver):
+    def __init__(self, driver: Driver | None = None):
+        """Without a driver, as in a training run, there are no gauges of the engine."""
         self.registry = CollectorRegistry()
         counter = functools.partial(Counter, namespace="jaxrl_llm", registry=self.registry)
         histogram = functools.partial(Histogram, namespace="jaxrl_llm", registry=self.registry)
@@ -75,6 +76,8 @@ class Metrics:
             "From a request's acceptance to its end.",
             buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
         )
+        if driver is None:
+            return
         self.registry.register(_EngineCounters(driver))
         engine = driver.engine
         waiting = lambda: max(0, driver.num_unfinished - engine.num_active)  # noqa: E731

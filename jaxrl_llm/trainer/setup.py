@@ -10,7 +10,6 @@ from typing import NamedTuple
 import jax
 from absl import logging
 
-from jaxrl_llm.agents.env_manager import EnvManager
 from jaxrl_llm.algorithms import requirements
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data import curriculum, datasets, prompt_stream
@@ -24,6 +23,8 @@ from jaxrl_llm.planning import resolve_sizes
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.rewards import truth_checks
 from jaxrl_llm.rollout import episodes
+from jaxrl_llm.rollout.episode_runner import EpisodeEnvironment
+from jaxrl_llm.rollout.session_host import SessionHost
 from jaxrl_llm.sampling import async_schedule, dump_source
 from jaxrl_llm.sampling import policy_sampler as policy_sampler_lib
 from jaxrl_llm.sampling.async_schedule import AsyncSchedule
@@ -34,6 +35,7 @@ from jaxrl_llm.sharding import device_pools
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.storage import files
 from jaxrl_llm.trainer import relayout_schedule, supervised
+from jaxrl_llm.trainer.agent_host import make_agent_host
 from jaxrl_llm.trainer.evaluation import Evaluator
 from jaxrl_llm.trainer.run import TrainingRun
 
@@ -45,7 +47,7 @@ class ValidatedRun(NamedTuple):
     training_set: datasets.Dataset
     held_out: datasets.Dataset
     planned_bytes: float
-    world: EnvManager | None  # environments and tools; None: single-turn
+    world: EpisodeEnvironment | SessionHost | None  # of `config.agent`; None: single-turn
 
 
 class RunContext(NamedTuple):
@@ -55,7 +57,7 @@ class RunContext(NamedTuple):
     replay: Sequence[pathlib.Path]  # dumps to train on
     training_set: datasets.Dataset
     held_out: datasets.Dataset
-    world: EnvManager | None
+    world: EpisodeEnvironment | SessionHost | None
     scorer: rewards_lib.RolloutScorer
     eval_scorer: rewards_lib.RolloutScorer  # scores held-out answers
 
@@ -95,9 +97,7 @@ def validate_run(
             if feature_cache.unsupported_settings(config, bool(replay))
             else models.image_processor
         )
-        world = exit_stack.enter_context(
-            EnvManager(config.agent, models.tokenizer, image_processor)
-        )
+        world = exit_stack.enter_context(make_agent_host(config, models, image_processor))
         options_of = world.template_options
     load = functools.partial(
         datasets.load_dataset,
@@ -154,7 +154,7 @@ def set_up_run(
     state = weights_lib.initial_state(config, models, policy)
 
     model_scorers = predict.model_scorers(models, frozen)
-    has_environments = bool(config.agent.environments)
+    has_environments = config.agent.gives_rewards
     scorer = run.enter_context(
         rewards_lib.RolloutScorer(
             config.rewards, model_scorers, config.sources_without_rewards, has_environments
@@ -180,6 +180,7 @@ def relayout_run(
     """
     parts, start = prepared.context, time.perf_counter()
     parts.run.wait_for_save()
+    prepared.sampler.close()
     models = job_models.make_models(config, resolve_sizes.resolved_meshes(config))
     state = relayout.relayout_state(config, models, state)
     frozen = relayout.relayout_frozen(config, models, prepared.frozen)
@@ -205,9 +206,12 @@ def _prepare_layout(
     run, score = parts.run, parts.scorer.score
     begin_scoring = parts.scorer.start_early if parts.scorer.can_start_early else None
     longest = max(parts.training_set.max_prompt_tokens, parts.held_out.max_prompt_tokens)
+    if config.agent.harness:  # it writes its own prompts
+        longest = config.max_sequence_tokens - 1
     policy_sampler = policy_sampler_lib.make_sampler(
         config, models, frozen.base_params, parts.world, longest
     )
+    run.callback(policy_sampler.close)
     prompts = prompt_stream.PromptIterator(
         parts.training_set, config.data, config.seed, config.curriculum
     )

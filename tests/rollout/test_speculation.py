@@ -117,7 +117,12 @@ def after_a_prompt(slots=4000):
     )
     column = functools.partial(np.full, slots)
     sampler = SamplerState(
-        np.zeros((slots, 2), np.uint32), column(0.0), column(0), column(1.0), column(0.0)
+        np.zeros((slots, 2), np.uint32),
+        column(0.0),
+        column(0),
+        column(1.0),
+        column(0.0),
+        column(0),
     )
     # All read the same page of 16 tokens, none writes to it in one step.
     writes = host_inputs.page_writes([(0, 0, 0)], 1, slots)
@@ -172,7 +177,7 @@ def test_frequencies_are_those_of_the_distribution(params):
     guess = int(np.argsort(first)[-2])  # likely, and not what greedy decoding would take
     # Made to be the guess: it stands behind the last token's earlier place.
     history = state.history.at[:, 0].set(sequence[-1]).at[:, 1].set(guess).at[:, 2].set(5)
-    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "support_tokens": 0}
     fields = {
         name: jnp.full_like(getattr(state.sampler, name), value)
         for name, value in (defaults | params).items()

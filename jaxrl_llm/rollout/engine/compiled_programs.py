@@ -88,11 +88,11 @@ class EnginePrograms:
         prefill_program = _named_partial(
             prefill.prefill, network, piece_tokens=prefill.PREFILL_CHUNK_TOKENS
         )
-        self.prefill = jax.jit(with_rules(prefill_program))
+        self.prefill = jax.jit(with_rules(prefill_program), static_argnames="num_prompt_top")
         jit_with_outputs = functools.partial(
             jax.jit, out_shardings=(self.state_shardings, self._replicated)
         )
-        switches = ("filtered", "num_top")
+        switches = ("filtered", "num_top", "num_support")
         insert = _named_partial(device_programs.insert, split=split)
         self.insert = jit_with_outputs(
             with_rules(insert), static_argnames=switches, donate_argnums=0

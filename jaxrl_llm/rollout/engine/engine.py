@@ -4,7 +4,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.packing.packed_batch import bucket
 from jaxrl_llm.rollout.engine import aot_programs, device_programs, host_inputs
 from jaxrl_llm.rollout.engine.compiled_programs import MOVES, EnginePrograms
+from jaxrl_llm.rollout.engine.logit_adjustments import LogitAdjustments, adjustment_arrays
 from jaxrl_llm.rollout.engine.page_allocator import PageAllocator
 from jaxrl_llm.rollout.engine.prefill import Prefix
 from jaxrl_llm.rollout.engine.prefill_batcher import PrefillBatcher
@@ -115,7 +116,7 @@ class Engine:
         self.statistics = EngineStatistics()  # `generate` resets when it begins
         self._pages = PageAllocator(self.programs.pages, prefix_caching=self.prefix_caching)
         self._scheduler = Scheduler(self._decode, self._pages, self._chunk_tokens)
-        read = lambda *args: self.programs.prefill(*args)  # noqa: E731
+        read = lambda *args, **top: self.programs.prefill(*args, **top)  # noqa: E731
         num_routes = self.programs.num_routes
         self._reader = PrefillBatcher(
             read, self.max_tokens, self.statistics, num_routes, self.prompt_shapes
@@ -146,13 +147,17 @@ class Engine:
             self._state = program.idle_call(calls, params, state)[0]
 
     def programs_to_compile(
-        self, params: Params, filters: Sequence[bool], continues: bool = False
+        self,
+        params: Params,
+        filters: Sequence[bool],
+        continues: bool = False,
+        support_tokens: int = 0,
     ) -> dict[str, Callable[[], None]]:
         """Returns by name the functions that compile the programs of a run, see
         `aot_programs.compile_tasks`.
         """
         return aot_programs.compile_tasks(
-            self.programs, self.prompt_shapes, params, filters, continues
+            self.programs, self.prompt_shapes, params, filters, continues, support_tokens
         )
 
     def wait_before_steps(self, wait: Callable[[], None]) -> None:
@@ -208,7 +213,7 @@ class Engine:
                 # Active samples get their pages before others enter.
                 scheduler.reserve(self._chunk_tokens, preempt=True)
                 # Again until no slot is free: a sample may end with its first token.
-                while entering := scheduler.schedule(self._reader.requests):
+                while entering := scheduler.schedule(self._reader.batched_requests):
                     fresh = [sample for sample in entering if sample.needs_full_prefill]
                     others = [sample for sample in entering if not sample.needs_full_prefill]
                     for batch in self._reader.prefill_batches(params, fresh, scheduler):
@@ -277,10 +282,11 @@ class Engine:
 
     def _insert(self, prefix: Prefix, prompts: dict[Sample, int], version: int) -> None:
         """Inserts samples into slots; `prompts` maps them to their prompts in the prefix."""
-        filtered, num_top = self._static_arguments(prompts)
+        switches = self._static_arguments(prompts)
         entering = [(index, s.slot, s.key, s.params) for s, index in prompts.items()]
         size = min(n for n in self.programs.insert_sizes if n >= len(prompts))
         offsets = [sample.offset for sample in prompts]
+        adjustments = self._adjustments(enumerate(prompts), size)
         writes = [(page, index, at) for s, index in prompts.items() for page, at in s.page_writes]
         max_writes = self.programs.num_writes(prefix, size)
         # Several parts: each shard of the slots has its own pages.
@@ -290,10 +296,11 @@ class Engine:
             self._state, outputs = self.programs.insert(
                 self._state or self.programs.empty(),
                 prefix,
-                host_inputs.insert_args(samples, size, self.num_slots, offsets[: len(samples)]),
+                host_inputs.insert_args(
+                    samples, size, self.num_slots, offsets[: len(samples)], adjustments
+                ),
                 host_inputs.page_writes(part, max_writes, self.programs.pages.num_pages),
-                filtered=filtered,
-                num_top=num_top,
+                **switches,
             )
         self._scheduler.record_inserted(
             list(prompts), kv_store_broadcast.device_get(outputs), version
@@ -323,7 +330,7 @@ class Engine:
                 (host_inputs.extended_image_inputs(s.sights, s.num_tokens, s.offset), s.offset)
                 for s in samples
             ]
-            filtered, num_top = self._static_arguments(next_token)
+            switches = self._static_arguments(next_token)
             # A token is sampled after every chunk; only the one after the last chunk is kept.
             params_of = [
                 s.remaining_params if end else _ONE_TOKEN
@@ -347,11 +354,14 @@ class Engine:
                 self._state or self.programs.empty(),
                 continuation,
                 host_inputs.insert_args(
-                    entering, rows, self.num_slots, [n for _, n in sights_and_offsets]
+                    entering,
+                    rows,
+                    self.num_slots,
+                    [n for _, n in sights_and_offsets],
+                    self._adjustments(enumerate(samples), rows),
                 ),
                 window=_at_least(max(starts), self.programs.read_windows),
-                filtered=filtered,
-                num_top=num_top,
+                **switches,
             )
             self.statistics.prefill_tokens += sum(map(len, chunk_tokens))
             self.statistics.prefill_positions += rows * width
@@ -392,7 +402,7 @@ class Engine:
         """Gives the device a chunk of steps; no active sequence has over `longest` tokens."""
         queue_waits = self.num_waiting > 0
         enough = num_slots - self.num_active + max(1, num_slots // 16)
-        filtered, num_top = self._static_arguments(self._scheduler.active.values())
+        switches = self._static_arguments(self._scheduler.active.values())
         self._state, outputs = self.programs.generate(
             params,
             self._state,
@@ -400,19 +410,23 @@ class Engine:
             # While samples wait, another sixteenth of the slots free is worth a refill (some are
             # free where pages are short); else the device runs on until its chunk or work is done.
             np.int32(min(num_slots, enough) if queue_waits else num_slots),
+            self._adjustments(self._scheduler.active.items(), num_slots),
             num_slots=num_slots,
             window=_at_least(longest, self.programs.windows),
-            filtered=filtered,
-            num_top=num_top,
+            **switches,
         )
         return _Chunk(outputs, version, num_slots, queue_waits)
 
     def _dispatch_ahead(self, params: Params, version: int, chunk: _Chunk) -> _Chunk | None:
         """Gives the device the chunk after one that is not read, unless the host must decide."""
         # It must while samples wait for a slot, where those that are left fit a smaller program,
-        # and where texts are searched. That a sample ended early is seen one chunk late.
+        # where texts are searched, and where logits depend on the tokens of the chunk. That a
+        # sample ended early is seen one chunk late.
         left = self._scheduler.active_lengths(self.chunk_steps)
-        searched = any(s.params.stop_strings for s in self._scheduler.active.values())
+        searched = any(
+            s.params.stop_strings or s.params.is_history_dependent
+            for s in self._scheduler.active.values()
+        )
         fewer = any(len(left) <= count < chunk.num_slots for count in self.programs.slot_counts)
         if chunk.queue_waits or not left or searched or fewer:
             return None
@@ -437,12 +451,23 @@ class Engine:
             s.busy_capacity += steps * self.num_slots
             s.busy_slot_steps += slot_steps
 
-    def _static_arguments(self, samples: Iterable[Sample]) -> tuple[bool, int]:
-        """Static arguments (filtered, num_top) that these samples need of a program."""
+    def _adjustments(
+        self, samples: Iterable[tuple[int, Sample]], size: int
+    ) -> LogitAdjustments | None:
+        """Adjustments of the logits of `size` rows, where samples have these indices."""
+        adjusted = [(i, s.adjusted_row) for i, s in samples if s.params.is_adjusted]
+        longest = max((len(row.tokens) for _, row in adjusted), default=0)
+        return adjustment_arrays(adjusted, size, _at_least(longest, self.programs.windows))
+
+    def _static_arguments(self, samples: Iterable[Sample]) -> dict[str, Any]:
+        """Static arguments that these samples need of a program."""
         params = [sample.params for sample in samples]
         max_top = max((p.num_top_log_probs for p in params), default=0)
-        num_top = bucket(max_top, largest=self.limits.max_top_log_probs) if max_top else 0
-        return any(p.is_filtered for p in params), num_top
+        return {
+            "filtered": any(p.is_filtered for p in params),
+            "num_top": bucket(max_top, largest=self.limits.max_top_log_probs) if max_top else 0,
+            "num_support": max((p.support_tokens for p in params), default=0),
+        }
 
 
 def _at_least(tokens: int, windows: Sequence[int]) -> int:

@@ -15,6 +15,7 @@ from jaxrl_llm.models.transformer import ROUTE_DTYPE
 from jaxrl_llm.packing.packed_batch import bucket, pack
 from jaxrl_llm.rollout.engine import prefill, requests
 from jaxrl_llm.rollout.engine.device_programs import ChunkedPrefill, InsertArgs, PageWrites
+from jaxrl_llm.rollout.engine.logit_adjustments import LogitAdjustments
 from jaxrl_llm.rollout.engine.prefill import Prompts
 from jaxrl_llm.rollout.engine.requests import SamplingParams
 from jaxrl_llm.rollout.engine.token_sampling import SamplerState
@@ -295,11 +296,12 @@ def insert_args(
     size: int,
     num_slots: int,
     offsets: Sequence[int] = (),
+    adjustments: LogitAdjustments | None = None,
 ) -> InsertArgs:
     """Arguments of an insert, padded to `size` samples with slot `num_slots`.
 
-    `entering` are (index of the prompt in the prefix, slot, key, parameters); `rotary_offsets` are
-    `Request.offset` of each, by default zero.
+    `entering` are (index of the prompt in the prefix, slot, key, parameters); `offsets` are
+    `Request.offset` of each, by default zero; `adjustments` those of `size` rows.
     """
     padding = (0, num_slots, np.zeros(2, np.uint32), SamplingParams(max_tokens=1))
     rows = [*entering, *[padding] * (size - len(entering))]
@@ -319,6 +321,7 @@ def insert_args(
         top_k=column("top_k", np.int32),
         top_p=column("top_p"),
         min_p=column("min_p"),
+        support_tokens=column("support_tokens", np.int32),
     )
     return InsertArgs(
         prompt_indices=array(prompts, np.int32),
@@ -327,4 +330,5 @@ def insert_args(
         stop_tokens=stops,
         sampler=sampler,
         rotary_offsets=array([*offsets, *[0] * (size - len(offsets))], np.int32),
+        adjustments=adjustments,
     )

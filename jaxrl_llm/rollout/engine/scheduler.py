@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxrl_llm.rollout.engine import host_inputs, prefix_cache, requests
 from jaxrl_llm.rollout.engine.device_programs import Outputs
+from jaxrl_llm.rollout.engine.logit_adjustments import AdjustedRow
 from jaxrl_llm.rollout.engine.page_allocator import PageAllocator
 from jaxrl_llm.rollout.engine.requests import Completion, Decode, Progress, Request, SamplingParams
 
@@ -26,7 +27,9 @@ class Sample:
         self.resumed_tokens = request.tokens[len(request.tokens) - request.num_partial :]
         self.routes, self.sights, self.offset = request.routes, request.image_inputs, request.offset
         self.key = request.keys[index]
-        self.retains_pages, self.continued_sample = request.retains_pages, request.continues
+        self.retains_pages, self.num_prompt_top = request.retains_pages, request.num_prompt_top
+        # The log-probs of a prompt need all of its hidden states.
+        self.continued_sample = request.continues if self.num_prompt_top is None else None
         self.pages: list[int] = []  # in the order of its positions
         self.num_cached_tokens = 0  # tokens that are already in its pages when it enters a slot
         # Of its first full pages, for the prefix cache; empty: nothing is shared.
@@ -71,6 +74,11 @@ class Sample:
         return dataclasses.replace(self.params, max_tokens=left)
 
     @property
+    def adjusted_row(self) -> AdjustedRow:
+        """Its tokens for the adjustment of logits; a resumed sample's are output."""
+        return AdjustedRow(self.params, self.tokens, len(self.prompt) - len(self.resumed_tokens))
+
+    @property
     def needs_full_prefill(self) -> bool:
         """Whether its whole prompt needs prefill, batched with others; else from
         `num_cached_tokens` on.
@@ -86,6 +94,8 @@ class Sample:
         c.versions += [version] * count
         if sampled.routes.shape[-1] and count:
             c.routes.append(np.asarray(sampled.routes[is_valid, column]))
+        if (k := self.params.support_tokens) and count:
+            c.support.append(np.asarray(sampled.support[is_valid, column, :k]))
         if k := self.params.num_top_log_probs:
             tokens = sampled.top_tokens[is_valid, column, :k].tolist()
             log_probs = sampled.top_log_probs[is_valid, column, :k].tolist()
@@ -96,7 +106,8 @@ class Sample:
         """The sampled tokens from index `first` on, and how the sample ended."""
         c = self.completion
         new = (tuple(each[first:]) for each in (c.tokens, c.log_probs, c.versions, c.top_log_probs))
-        return Progress._make((self.request, self.index, *new, c.finish_reason, self.error))
+        prompt = c.prompt_log_probs if first == 0 else None
+        return Progress._make((self.request, self.index, *new, c.finish_reason, self.error, prompt))
 
 
 class RetainedPages(NamedTuple):
@@ -160,6 +171,8 @@ class Scheduler:
 
     def add(self, request: Request) -> int:
         """Queues the samples of a request; returns its number."""
+        if request.continues and request.num_prompt_top is not None:
+            self.free_retained(*request.continues)
         number = next(self._request_ids)
         samples = [Sample(number, i, request) for i in range(len(request.params))]
         if samples:
@@ -331,8 +344,10 @@ class Scheduler:
 
         Otherwise the whole prompt is better prefilled: prompts are packed then, and one prefill
         serves all samples of the request that have not entered. With cached tokens, each of these
-        computes its last page.
+        computes its last page. Log-probs of a prompt need the states of all of its tokens.
         """
+        if sample.num_prompt_top is not None:
+            return False
         length, page = len(sample.prompt), self._pages.layout.page_tokens
         siblings = self.requests[sample.request]
         num_new = sum(s.slot < 0 and not s.completion.tokens for s in siblings)
@@ -526,11 +541,14 @@ class Scheduler:
             c.finish_reason = "stop" if c.tokens[-1] in sample.params.stop_tokens else "length"
         if count and stop_strings:
             try:
-                text, begin = (
-                    [*sample.resumed_tokens, *c.tokens],
+                text = [*sample.resumed_tokens, *c.tokens]
+                length = requests.num_tokens_to_stop(
+                    text,
                     len(sample.resumed_tokens) + num_before,
+                    stop_strings,
+                    self._decode,
+                    sample.params.min_tokens,
                 )
-                length = requests.num_tokens_to_stop(text, begin, stop_strings, self._decode)
                 length = max(0, length - len(sample.resumed_tokens))
             except Exception as error:  # in the user's decoder: ends only this sample
                 sample.error, c.finish_reason, length = error, "error", 0
