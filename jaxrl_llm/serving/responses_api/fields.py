@@ -8,7 +8,7 @@ PATH = "/v1/responses"
 
 # Fields of chats that have another name or place here.
 _RENAMED = (
-    *("max_tokens", "logprobs", "response_format", "echo", "prompt_logprobs", "suffix"),
+    *("max_tokens", "logprobs", "response_format", "echo", "suffix"),
     *("structured_outputs", "structural_tag", "truncate_prompt_tokens"),
 )
 
