@@ -30,7 +30,7 @@ from jaxrl_llm.data.tokenizer import Message
 from jaxrl_llm.rollout.engine.grammars import GrammarError
 from jaxrl_llm.rollout.structured_outputs import GrammarSource
 from jaxrl_llm.serving import fields
-from jaxrl_llm.serving.constraints import ReplyMarks, reply_grammar
+from jaxrl_llm.serving.constraints import ReplyMarks, ResponseFormat, reply_grammar
 from jaxrl_llm.serving.fields import Strict
 from jaxrl_llm.serving.protocol import (
     FAIL_FAST,
@@ -232,6 +232,7 @@ class ChatBody(Body):
     messages: Annotated[list[ChatMessage], FAIL_FAST] = Field(min_length=1)
     max_tokens: PositiveCount | None = None
     max_completion_tokens: PositiveCount | None = None
+    response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogProbs | None = None
     tools: Annotated[list[Tool], FAIL_FAST] | None = Field(None, max_length=MAX_TOOLS)

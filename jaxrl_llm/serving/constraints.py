@@ -64,9 +64,8 @@ class ResponseFormat(Strict):
 
 
 class ConstrainedBody(Strict):
-    """The constraints of completions and of chat completions; a body has at most one."""
+    """The constraints of a body, which has at most one: its `response_format`, or vLLM's."""
 
-    response_format: ResponseFormat | None = None
     # vLLM's; those with `guided_` are its names before 0.11.
     structured_outputs: StructuredOutputsField | None = None
     guided_json: str | Schema | None = None
@@ -88,10 +87,11 @@ class ConstrainedBody(Strict):
 
     def _constraints(self) -> Iterator[tuple[str, str, Any, str]]:
         """Yields (field, kind of constraint, value, pattern of white space)."""
-        if self.response_format and self.response_format.type == "json_object":
+        response_format: ResponseFormat | None = getattr(self, "response_format", None)
+        if response_format and response_format.type == "json_object":
             yield "response_format", "json", _ANY_OBJECT, ""
-        if self.response_format and self.response_format.json_schema:
-            yield "response_format", "json", self.response_format.json_schema.schema, ""
+        if response_format and response_format.json_schema:
+            yield "response_format", "json", response_format.json_schema.schema, ""
         groups = [("guided_", self)]
         if self.structured_outputs:
             groups.append(("structured_outputs.", self.structured_outputs))  # type: ignore

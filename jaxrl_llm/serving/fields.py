@@ -301,7 +301,7 @@ API_TOOL: Mapping[str, Rule] = {
     "description": USED,
     "input_schema": USED,
     "cache_control": IGNORED,
-    "strict": IGNORED,  # as of `tools.function`
+    "strict": USED,
     "input_examples": IGNORED,
     "eager_input_streaming": IGNORED,
     "defer_loading": refused_except(False),
@@ -317,7 +317,8 @@ THINKING: Mapping[str, Rule] = {
     "display": USED,
     "budget_tokens": IGNORED,  # only `max_tokens` ends thinking
 }
-OUTPUT_CONFIG: Mapping[str, Rule] = {"effort": USED, "format": REFUSED}
+OUTPUT_CONFIG: Mapping[str, Rule] = {"effort": USED, "format": USED}
+OUTPUT_FORMAT: Mapping[str, Rule] = {"type": USED, "schema": USED}
 
 # The tables by the place of their fields in a body.
 PLACES: Mapping[str, Mapping[str, Rule]] = {
@@ -346,6 +347,7 @@ PLACES: Mapping[str, Mapping[str, Rule]] = {
     "/v1/messages tool_choice": API_TOOL_CHOICE,
     "/v1/messages thinking": THINKING,
     "/v1/messages output_config": OUTPUT_CONFIG,
+    "/v1/messages output_config.format": OUTPUT_FORMAT,
 }
 
 

@@ -23,7 +23,7 @@ from jaxrl_llm.rollout.engine.grammars import Grammar, GrammarError
 from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS, Request, SamplingParams
 from jaxrl_llm.rollout.structured_outputs import GrammarCompiler, GrammarSource, source_of
 from jaxrl_llm.serving import fields
-from jaxrl_llm.serving.constraints import ConstrainedBody, Constraint
+from jaxrl_llm.serving.constraints import ConstrainedBody, Constraint, ResponseFormat
 from jaxrl_llm.serving.fields import Strict
 from jaxrl_llm.serving.sampling_fields import SamplingFields
 from jaxrl_llm.serving.tool_call_stream import ExpectedCalls
@@ -308,6 +308,7 @@ class CompletionBody(Body):
     rules = fields.COMPLETION
     prompt: str | Tokens | Texts | Annotated[list[Tokens], FAIL_FAST]
     max_tokens: int | None = Field(None, ge=0, lt=2**31)  # 0: with `echo`, the prompt alone
+    response_format: ResponseFormat | None = None
     logprobs: TopLogProbs | None = None
     best_of: int | None = None
     echo: bool | None = None

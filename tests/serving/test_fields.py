@@ -67,6 +67,7 @@ MODELS = {
     "/v1/messages tool_choice": [messages_api.ApiToolChoice],
     "/v1/messages thinking": [messages_api.ThinkingConfig],
     "/v1/messages output_config": [messages_api.OutputConfig],
+    "/v1/messages output_config.format": [messages_api.OutputFormat],
     "/v1/responses": [body.ResponsesBody],
     "/v1/responses input": [
         items.MessageItem,
