@@ -8,8 +8,8 @@ PATH = "/v1/responses"
 
 # Fields of chats that have another name or place here.
 _RENAMED = (
-    *("max_tokens", "logprobs", "response_format", "echo", "prompt_logprobs", "suffix"),
-    *("structural_tag", "truncate_prompt_tokens"),
+    *("max_tokens", "logprobs", "response_format", "echo", "suffix", "structural_tag"),
+    "truncate_prompt_tokens",
 )
 
 RESPONSES: Mapping[str, Rule] = {
