@@ -221,6 +221,8 @@ class SessionRunner:
             retains_pages=True,
             continues=sequence.last_turn if sequence is not None and is_alone else None,
             num_partial=num_partial,
+            # reported with the first token, before which it may have been paused
+            num_prompt_top=None if num_partial else first.request.num_prompt_top,
         )
         number = self._engine.submit(request)
         completions = self._engine.completions(number)

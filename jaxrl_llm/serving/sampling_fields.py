@@ -1,4 +1,4 @@
-"""The request fields that adjust logits, as OpenAI's and vLLM's, and prompt log-probs."""
+"""The request fields that adjust logits, as OpenAI's and vLLM's."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class SamplingFields(Strict):
-    """The fields of completions and chat completions that adjust logits."""
+    """The fields of a request that adjust logits."""
 
     logit_bias: dict[TokenKey, Bias] | None = Field(None, max_length=BIAS_SIZES[-1])
     presence_penalty: Penalty | None = None
@@ -26,7 +26,6 @@ class SamplingFields(Strict):
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     # A word is two sequences of tokens: as it begins a text, and after a space.
     bad_words: list[BadWord] | None = Field(None, max_length=BAD_WORD_SIZES[-1][0] // 2)
-    prompt_logprobs: int | None = Field(None, ge=0, le=20)
 
     def adjustments(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> dict[str, Any]:
         """The fields of `SamplingParams` for them. Raises ValueError, naming the field."""

@@ -34,7 +34,14 @@ def weights():
 @contextlib.contextmanager
 def client():
     mesh = tiny.make_mesh()
-    engine = Engine(NETWORK, mesh, num_slots=4, max_tokens=64, decode=TOKENIZER.decode)
+    engine = Engine(
+        NETWORK,
+        mesh,
+        num_slots=4,
+        max_tokens=64,
+        decode=TOKENIZER.decode,
+        prefix_caching=True,
+    )
     driver = Driver(engine, tiny.rollout_params(weights(), mesh, NETWORK), max_waiting=64)
     with TestClient(make_app(SERVED, driver, Metrics(driver))) as http:
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +14,7 @@ from jaxrl_llm.config.rollout_data import MAX_SUPPORT_TOKENS, MIN_TEMPERATURE
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.rollout.engine.grammars import Grammar, num_mask_words
 from jaxrl_llm.text import is_text
 
 # Per sample; compared on the device. The config allows 8, the rest are the model's own EOS tokens.
@@ -37,6 +38,17 @@ TopLogProbs = tuple[tuple[int, float], ...]
 
 class RequestError(UserError, ValueError):
     """The engine cannot serve a request; the message says how to change it."""
+
+
+# Fields of `SamplingParams` that adjust logits, and their values that do not.
+_NO_ADJUSTMENTS: Mapping[str, Any] = {
+    "logit_bias": (),
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    "bad_words": (),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +86,11 @@ class SamplingParams:
     @property
     def is_filtered(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def adjustments(self) -> list[str]:
+        """The names of the fields that adjust logits, or delay stop strings, and are set."""
+        return [name for name, off in _NO_ADJUSTMENTS.items() if getattr(self, name) != off]
 
     @property
     def is_history_dependent(self) -> bool:
@@ -127,6 +144,8 @@ class Request:
     # Most likely tokens reported for every prompt token, with its own log-prob; None: no log-probs.
     # The whole prompt is prefilled for them, whatever it continues.
     num_prompt_top: int | None = None
+    # Constrains the text of every sample, its partial prompt tokens included (structured outputs).
+    grammar: Grammar | None = None
 
     @property
     def offset(self) -> int:
@@ -319,9 +338,21 @@ class RequestLimits:
             elif shape != expected:
                 yield f"routes of shape {shape} for a prompt of {length} tokens; give {expected}"
         yield from self._sight_problems(request)
+        yield from self._grammar_problems(request)
         # Samples of a prompt mostly share their parameters.
         for params in {id(params): params for params in request.params}.values():
             yield from self._sampling_problems(params, length)
+
+    def _grammar_problems(self, request: Request) -> Iterator[str]:
+        if (grammar := request.grammar) is None:
+            return
+        if grammar.num_words < num_mask_words(self.vocab_size):
+            yield (
+                f"a grammar over {grammar.num_tokens} tokens; this model has {self.vocab_size};"
+                " compile it with the vocabulary of the model"
+            )
+        if not all(params.stop_tokens for params in request.params):
+            yield "a grammar needs stop tokens, with which a sample ends; give at least one"
 
     def _sight_problems(self, request: Request) -> Iterator[str]:
         if (sights := request.image_inputs) is None:
