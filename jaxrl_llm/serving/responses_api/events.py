@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxrl_llm.agents.tool_call_scanner import THINKING
-from jaxrl_llm.serving import prompt_replies
 from jaxrl_llm.serving.protocol import ApiError, GenerationRequest
 from jaxrl_llm.serving.replies import Json, SampleDelta, TokenNames, token_log_probs
 from jaxrl_llm.serving.responses_api.body import ResponseRequest
@@ -107,11 +106,7 @@ class ResponsesFormat:
         (sample,) = samples
         for _ in self._events_of(sample, len(sample.tokens)):
             pass
-        if (num_top := self._generation.num_prompt_log_probs) is None:
-            return self._final
-        (log_probs,), tokens = sample.prompt_log_probs, self._generation.requests[0].tokens
-        entries = prompt_replies.prompt_log_probs(tokens, log_probs, num_top, self._names.text)
-        return {**self._final, "prompt_logprobs": entries}
+        return self._final
 
     def opening_events(self) -> Iterator[bytes]:
         """Yields the events with which a stream begins."""

@@ -37,6 +37,7 @@ RESPONSES: Mapping[str, Rule] = {
     "prompt": REFUSED,
     "moderation": REFUSED,
     # vLLM's.
+    "prompt_logprobs": REFUSED,
     "chat_template_kwargs": USED,
     "previous_input_messages": REFUSED,
     "enable_response_messages": refused_except(False),
