@@ -19,7 +19,7 @@ RESUMABLE = (
     "trainer.num_steps", "evaluation", "checkpoint", "metrics", "alerts", "profiler",
     "trainer.max_tokens_per_microbatch", "mesh", "placement", "model.remat", "model.attention",
     "trainer.layouts", "rollout.num_slots", "rollout.cache_tokens", "rollout.chunk_steps",
-    "rollout.speculation",
+    "rollout.speculation", "rollout.vllm",
     "rewards.num_workers", "rewards.timeout_s", "rewards.memory_gib", "rewards.environment",
     "rewards.ray_workers", "agent.ray_workers", "agent.num_processes", "agent.memory_gib",
 )  # fmt: skip
