@@ -111,7 +111,7 @@ def one_loop(ours: Ours) -> Callable[[int], None]:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxrl_llm.rollout.engine import device_programs, host_inputs, prefill
+    from jaxrl_llm.rollout.engine import decode_steps, device_programs, host_inputs, prefill
     from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS
     from jaxrl_llm.rollout.engine.token_sampling import SamplerState
 
@@ -137,7 +137,7 @@ def one_loop(ours: Ours) -> Callable[[int], None]:
         )
         switches = {"filtered": False, "num_top": 0}
         state, first = device_programs.insert(state, prefix, admission, writes, **switches)
-        _, rest = device_programs.generate(
+        _, rest = decode_steps.generate(
             network,
             params,
             state,

@@ -29,34 +29,36 @@ METRIC_NAMES = tuple("""
     ROLE/loss ROLE/skipped_updates ROLE/vf_clipfrac ROLE/vf_loss ROLE/vpred_mean actor/NAME
     actor/entropy actor/entropy_loss actor/kl_loss actor/loss actor/pg_clipfrac
     actor/pg_clipfrac_lower actor/pg_loss actor/ppo_kl actor/reward_kl_penalty
-    actor/reward_kl_penalty_coeff agent/rewritten alerts/NAME critic/advantages/max
-    critic/advantages/mean critic/advantages/min critic/cost/max critic/cost/mean critic/cost/min
-    critic/returns/max critic/returns/mean critic/returns/min critic/rewards/max
-    critic/rewards/mean critic/rewards/min critic/score/SOURCE/mean critic/score/max
-    critic/score/mean critic/score/min critic/score/spread critic/values/max critic/values/mean
-    critic/values/min critic/vf_explained_var curriculum/answered curriculum/solved
-    curriculum/unsolved distillation/forward_kl distillation/k3 distillation/reverse_kl
-    distillation/student_mass distillation/teacher_log_prob distillation/teacher_mass dpo/loss
-    global_seqlen/balanced_max global_seqlen/balanced_min global_seqlen/max global_seqlen/mean
-    global_seqlen/min global_seqlen/minmax_diff logps/chosen logps/rejected num_turns/max
-    num_turns/mean num_turns/min perf/cpu_memory_used_gb perf/idle_share/learner
-    perf/idle_share/rollout perf/max_cpu_memory_used_gb perf/max_memory_allocated_gb
-    perf/max_memory_reserved_gb perf/measured_to_planned_memory perf/mfu/actor perf/mfu/update
-    perf/padding_share perf/planned_memory_gb perf/tflops/update perf/throughput
-    perf/time_per_step perf/total_num_tokens prompt_length/clip_ratio prompt_length/max
-    prompt_length/mean prompt_length/min replay/step reshard/bytes_moved reshard/copied_bytes
-    reshard/extra_bytes reshard/lower_bound_bytes response_length/clip_ratio response_length/max
+    actor/reward_kl_penalty_coeff agent/branches agent/requests agent/rewritten agent/unmatched
+    alerts/NAME critic/advantages/max critic/advantages/mean critic/advantages/min
+    critic/cost/max critic/cost/mean critic/cost/min critic/returns/max critic/returns/mean
+    critic/returns/min critic/rewards/max critic/rewards/mean critic/rewards/min
+    critic/score/SOURCE/mean critic/score/max critic/score/mean critic/score/min
+    critic/score/spread critic/values/max critic/values/mean critic/values/min
+    critic/vf_explained_var curriculum/answered curriculum/solved curriculum/unsolved
+    distillation/forward_kl distillation/k3 distillation/reverse_kl distillation/student_mass
+    distillation/teacher_log_prob distillation/teacher_mass dpo/loss global_seqlen/balanced_max
+    global_seqlen/balanced_min global_seqlen/max global_seqlen/mean global_seqlen/min
+    global_seqlen/minmax_diff logps/chosen logps/rejected num_turns/max num_turns/mean
+    num_turns/min perf/cpu_memory_used_gb perf/idle_share/learner perf/idle_share/rollout
+    perf/max_cpu_memory_used_gb perf/max_memory_allocated_gb perf/max_memory_reserved_gb
+    perf/measured_to_planned_memory perf/mfu/actor perf/mfu/update perf/padding_share
+    perf/planned_memory_gb perf/tflops/update perf/throughput perf/time_per_step
+    perf/total_num_tokens prompt_length/clip_ratio prompt_length/max prompt_length/mean
+    prompt_length/min replay/step reshard/bytes_moved reshard/copied_bytes reshard/extra_bytes
+    reshard/lower_bound_bytes response_length/clip_ratio response_length/max
     response_length/mean response_length/min response_length/pP reward/NAME/mean
     reward/failure_share reward/left_out_share reward/num_failures reward_model/accuracy
     reward_model/loss reward_model/margin rewards/accuracies rewards/chosen rewards/margins
     rewards/rejected rollout/decode_tokens_per_s rollout/draft_acceptance
-    rollout/prefill_tokens_per_s rollout/put_back rollout/reread_tokens rollout/slot_occupancy
-    rollout/tokens_per_forward rollout_corr/NAME rollout_corr/rollout_is_NAME
-    rollout_corr/rollout_rs_OPTION_NAME rollout_corr/rollout_rs_masked_fraction
-    rollout_corr/rollout_rs_seq_masked_fraction router/balance_loss router/equal_routes
-    router/idle_experts router/load/E router/max_vio router/max_vio/max router/missing_routes
-    router/z_loss safe/cost safe/multiplier sft/loss sft/token_accuracy timing_per_token_ms/PHASE
-    timing_s/PHASE timing_s/agent_loop/tool_calls/max timing_s/agent_loop/tool_calls/mean
+    rollout/prefill_tokens_per_s rollout/prefix_cache_hit_rate rollout/put_back
+    rollout/reread_tokens rollout/slot_occupancy rollout/tokens_per_forward rollout_corr/NAME
+    rollout_corr/rollout_is_NAME rollout_corr/rollout_rs_OPTION_NAME
+    rollout_corr/rollout_rs_masked_fraction rollout_corr/rollout_rs_seq_masked_fraction
+    router/balance_loss router/equal_routes router/idle_experts router/load/E router/max_vio
+    router/max_vio/max router/missing_routes router/z_loss safe/cost safe/multiplier sft/loss
+    sft/token_accuracy timing_per_token_ms/PHASE timing_s/PHASE
+    timing_s/agent_loop/tool_calls/max timing_s/agent_loop/tool_calls/mean
     timing_s/agent_loop/tool_calls/min timing_s/step tool_call_counts/max tool_call_counts/mean
     tool_call_counts/min tool_calls/NAME tool_errors/KIND tool_errors/total
     training/filter_groups/evicted_samples training/groups/uniform_share

@@ -84,9 +84,10 @@ class SamplingEngine(Protocol):
         repeats itself, and `sampling="async"` without staleness gives the samples of "sync".
       Log-probs: of the sampled token under the whole vocabulary at the sampling temperature (1 for
         greedy), before top_k, top_p and min_p, without `network.suppressed_tokens`; of logits with
-        bias, penalties and bans. With `support_tokens` they are renormalized over the support,
-        which `Completion.support` reports. Importance weights and
-        `training/rollout_probs_diff_mean` compare them with the policy's own.
+        bias, penalties and bans; with a grammar over the tokens that it allows. With
+        `support_tokens` they are renormalized over the support, which `Completion.support` reports.
+        Importance weights and `training/rollout_probs_diff_mean` compare them with the policy's
+        own.
       Versions: each token carries the `version` of the `step` that drew it.
     """
 

@@ -20,6 +20,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrl_llm.agents.tools import special_tokens
+from jaxrl_llm.rollout.engine.grammars import Grammar, GrammarError
+from jaxrl_llm.rollout.structured_outputs import GrammarSource
 from jaxrl_llm.serving import fields, messages_api, replies
 from jaxrl_llm.serving.chat import ChatBody
 from jaxrl_llm.serving.driver import RejectReason, RequestDriver, RequestRejected, SampleEvent
@@ -48,6 +50,8 @@ from jaxrl_llm.serving.tokenization import DetokenizeBody, TokenizeBody, tokeniz
 from jaxrl_llm.serving.tool_call_stream import StreamedCall, ToolCallStream, thinking_marks
 
 _T = TypeVar("_T")
+
+GRAMMAR_S = 10.0  # in which a request's grammar has to be compiled
 
 # The reply to each reason of the driver to reject: status, OpenAI's error type and code, headers.
 _REFUSALS: Mapping[RejectReason, tuple[int, str, str, Mapping[str, str]]] = {
@@ -87,6 +91,9 @@ def make_app(
     # Long texts take long to tokenize, which would block the event loop. One thread, because a
     # tokenizer is not thread-safe.
     tokenizer_thread = concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
+    # llguidance bounds its work, but a large schema takes a second. Not in the thread above: the
+    # requests without a grammar do not wait.
+    grammar_threads = concurrent.futures.ThreadPoolExecutor(2, "grammars")
     model_card = {"id": served.name, "object": "model", "created": int(time.time())}
     model_card |= {"owned_by": "jaxrl_llm", "max_model_len": served.max_tokens}
     model_card |= {"root": served.name, "parent": None, "permission": []}
@@ -95,6 +102,19 @@ def make_app(
         run = contextvars.copy_context().run  # a session is a context variable
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(tokenizer_thread, run, function, *arguments)
+
+    async def compiled_grammar(source: GrammarSource) -> Grammar:
+        """The compiled constraint of a reply; an `ApiError` if there is none, or it takes long."""
+        task = asyncio.get_running_loop().run_in_executor(
+            grammar_threads, served.grammars.compile, source
+        )
+        try:
+            return await asyncio.wait_for(task, GRAMMAR_S)
+        except TimeoutError:
+            message = f"its grammar is not compiled after {GRAMMAR_S:g} s; simplify it"
+            raise ApiError(400, f"{source.setting}: {message}", param=source.setting) from None
+        except GrammarError as error:
+            raise ApiError(400, str(error), param=source.setting) from error
 
     def check_model(name: str) -> None:
         if name != served.name and not served.answers_any_name:
@@ -109,6 +129,9 @@ def make_app(
         """The reply, or its event stream; the engine is already working on it."""
         check_model(body.model)
         generation = await in_tokenizer_thread(body.generation_request, served)
+        if generation.grammar_source is not None:
+            grammar = await compiled_grammar(generation.grammar_source)
+            generation = generation.with_grammar(grammar)
         reply_format, active = make_format(generation), start_request(generation)
         if body.stream:
             return _EventStream(_server_sent(active, reply_format), active)
@@ -427,7 +450,9 @@ def _as_api_error(error: Exception) -> ApiError:
     furthest = max(
         (each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]), key=_error_depth
     )
-    keys = _body_keys(error.body, furthest["loc"][1:], furthest["type"] == "missing")
+    keys = [str(part) for part in furthest["loc"][1:]]
+    if furthest["loc"][0] == "body":
+        keys = _body_keys(error.body, furthest["loc"][1:], furthest["type"] == "missing")
     is_unknown = furthest["type"] == "extra_forbidden"  # within a nested object
     message = "no such field" if is_unknown else furthest["msg"].removeprefix("Value error, ")
     value = furthest.get("input")

@@ -65,7 +65,7 @@ BOTH: Mapping[str, Rule] = {
     "frequency_penalty": USED,
     "presence_penalty": USED,
     "logit_bias": USED,
-    "response_format": refused_except({"type": "text"}),
+    "response_format": USED,
     # vLLM's.
     "top_k": USED,
     "min_p": USED,
@@ -93,13 +93,13 @@ BOTH: Mapping[str, Rule] = {
     "return_tokens_as_token_ids": USED,
     "kv_transfer_params": refused_except({}),
     "vllm_xargs": refused_except({}),
-    "structured_outputs": REFUSED,
+    "structured_outputs": USED,
     "structural_tag": REFUSED,
-    "guided_json": REFUSED,
-    "guided_regex": REFUSED,
-    "guided_choice": REFUSED,
-    "guided_grammar": REFUSED,
-    "guided_whitespace_pattern": REFUSED,
+    "guided_json": USED,
+    "guided_regex": USED,
+    "guided_choice": USED,
+    "guided_grammar": USED,
+    "guided_whitespace_pattern": USED,
     "thinking_token_budget": REFUSED,
     "repetition_detection": REFUSED,
 }
@@ -160,6 +160,27 @@ TOKENIZE: Mapping[str, Rule] = {
 }
 DETOKENIZE: Mapping[str, Rule] = {"model": USED, "tokens": USED}
 
+RESPONSE_FORMAT: Mapping[str, Rule] = {"type": USED, "json_schema": USED}
+RESPONSE_SCHEMA: Mapping[str, Rule] = {
+    "name": IGNORED,
+    "description": IGNORED,  # the client shows the model what it wants
+    "schema": USED,
+    "strict": IGNORED,  # a schema is followed in either case
+}
+STRUCTURED_OUTPUTS: Mapping[str, Rule] = {
+    "json": USED,
+    "regex": USED,
+    "choice": USED,
+    "grammar": USED,
+    "json_object": USED,
+    "whitespace_pattern": USED,
+    "structural_tag": REFUSED,
+    "disable_fallback": IGNORED,  # there is none
+    "disable_any_whitespace": refused_except(False),
+    "disable_additional_properties": refused_except(False),
+    "backend": IGNORED,
+}
+
 STREAM_OPTIONS: Mapping[str, Rule] = {
     "include_usage": USED,
     "continuous_usage_stats": USED,  # vLLM's
@@ -216,7 +237,7 @@ FUNCTION: Mapping[str, Rule] = {
     "name": USED,
     "description": USED,
     "parameters": USED,
-    "strict": IGNORED,  # arguments follow the schema if the model does
+    "strict": USED,
 }
 TOOL_CHOICE: Mapping[str, Rule] = {
     "type": USED,
@@ -280,7 +301,7 @@ API_TOOL: Mapping[str, Rule] = {
     "description": USED,
     "input_schema": USED,
     "cache_control": IGNORED,
-    "strict": IGNORED,  # as of `tools.function`
+    "strict": USED,
     "input_examples": IGNORED,
     "eager_input_streaming": IGNORED,
     "defer_loading": refused_except(False),
@@ -296,7 +317,8 @@ THINKING: Mapping[str, Rule] = {
     "display": USED,
     "budget_tokens": IGNORED,  # only `max_tokens` ends thinking
 }
-OUTPUT_CONFIG: Mapping[str, Rule] = {"effort": USED, "format": REFUSED}
+OUTPUT_CONFIG: Mapping[str, Rule] = {"effort": USED, "format": USED}
+OUTPUT_FORMAT: Mapping[str, Rule] = {"type": USED, "schema": USED}
 
 # The tables by the place of their fields in a body.
 PLACES: Mapping[str, Mapping[str, Rule]] = {
@@ -305,6 +327,9 @@ PLACES: Mapping[str, Mapping[str, Rule]] = {
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
     "stream_options": STREAM_OPTIONS,
+    "response_format": RESPONSE_FORMAT,
+    "response_format.json_schema": RESPONSE_SCHEMA,
+    "structured_outputs": STRUCTURED_OUTPUTS,
     "messages": MESSAGE,
     "messages.tool_calls": TOOL_CALL,
     "messages.tool_calls.function": CALLED_FUNCTION,
@@ -322,6 +347,7 @@ PLACES: Mapping[str, Mapping[str, Rule]] = {
     "/v1/messages tool_choice": API_TOOL_CHOICE,
     "/v1/messages thinking": THINKING,
     "/v1/messages output_config": OUTPUT_CONFIG,
+    "/v1/messages output_config.format": OUTPUT_FORMAT,
 }
 
 

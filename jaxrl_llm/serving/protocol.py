@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import reprlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from jaxrl_llm.data.images import ImagePreprocessor
 from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.rollout.engine import requests
+from jaxrl_llm.rollout.engine.grammars import Grammar, GrammarError
 from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS, Request, SamplingParams
+from jaxrl_llm.rollout.structured_outputs import GrammarCompiler, GrammarSource, source_of
 from jaxrl_llm.serving import fields
+from jaxrl_llm.serving.constraints import ConstrainedBody, Constraint, ResponseFormat
 from jaxrl_llm.serving.fields import Strict
 from jaxrl_llm.serving.sampling_fields import SamplingFields
 from jaxrl_llm.serving.tool_call_stream import ExpectedCalls
@@ -87,6 +91,11 @@ class ServedModel:
     tokenize_chat: Callable[[ChatPrompt], tuple[int, ...]] | None = None
     answers_any_name: bool = False  # whatever model a request names
 
+    @functools.cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles the constraints of requests."""
+        return GrammarCompiler(self.tokenizer, self.vocab_size)
+
 
 @dataclasses.dataclass(frozen=True)
 class GenerationRequest:
@@ -97,9 +106,15 @@ class GenerationRequest:
     expected_calls: ExpectedCalls | None = None  # None: replies are text alone
     with_token_ids: bool = False  # of the prompt and of the reply
     names_token_ids: bool = False  # log-probs name a token "token_id:17", not by its text
+    grammar_source: GrammarSource | None = None  # constrains every reply, once it is compiled
     echoed_texts: tuple[str, ...] = ()  # prompts that replies begin with; (): not echoed
     num_prompt_log_probs: int | None = None  # vLLM's `prompt_logprobs`
     is_prompt_only: bool = False  # the reply has no token of its own (`max_tokens=0`)
+
+    def with_grammar(self, grammar: Grammar) -> "GenerationRequest":
+        """The same request with the compiled grammar of its samples."""
+        constrained = (dataclasses.replace(each, grammar=grammar) for each in self.requests)
+        return dataclasses.replace(self, requests=tuple(constrained))
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -125,7 +140,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = None  # with `include_usage`: in every chunk, as vLLM
 
 
-class Body(SamplingFields):
+class Body(ConstrainedBody, SamplingFields):
     """The fields that completions and chat completions have in common."""
 
     model: str
@@ -189,6 +204,13 @@ class Body(SamplingFields):
         """Converts the body into engine requests; raises `ApiError` if it cannot be served."""
         raise NotImplementedError
 
+    def reply_constraint(self) -> Constraint | None:
+        """The constraint of the reply; raises `ApiError` if it cannot be read."""
+        try:
+            return self.constraint()
+        except GrammarError as error:
+            raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
+
     def _generation_request(
         self,
         served: ServedModel,
@@ -201,7 +223,11 @@ class Body(SamplingFields):
         images: Sequence[PromptImage] = (),  # of every prompt
         echoed_texts: Sequence[str] = (),  # prompts that replies begin with; (): not echoed
         num_prompt_log_probs: int | None = None,  # `prompt_logprobs`
+        grammar_source: GrammarSource | None = None,
     ) -> GenerationRequest:
+        if grammar_source is not None and self.ignore_eos:
+            message = f"a reply ends when its {grammar_source.setting} is complete; leave it out"
+            raise ApiError(400, f"ignore_eos: {message}", param="ignore_eos")
         stop_tokens = () if self.ignore_eos else served.eos_tokens
         if extra_stop_tokens := self.stop_token_ids:
             check_tokens(served, extra_stop_tokens, "stop_token_ids")
@@ -272,6 +298,7 @@ class Body(SamplingFields):
             echoed_texts=tuple(echoed_texts),
             num_prompt_log_probs=num_prompt_log_probs,
             is_prompt_only=is_prompt_only,
+            grammar_source=grammar_source,
         )
 
 
@@ -281,6 +308,7 @@ class CompletionBody(Body):
     rules = fields.COMPLETION
     prompt: str | Tokens | Texts | Annotated[list[Tokens], FAIL_FAST]
     max_tokens: int | None = Field(None, ge=0, lt=2**31)  # 0: with `echo`, the prompt alone
+    response_format: ResponseFormat | None = None
     logprobs: TopLogProbs | None = None
     best_of: int | None = None
     echo: bool | None = None
@@ -319,6 +347,7 @@ class CompletionBody(Body):
                 texts.append(_text_of(served, prompt) if self.echo else "")
             prompts.append(tuple(prompt))
         num_top = -1 if self.logprobs is None else self.logprobs
+        constraint = self.reply_constraint()
         return self._generation_request(
             served,
             prompts,
@@ -328,6 +357,7 @@ class CompletionBody(Body):
             num_top=num_top,
             echoed_texts=texts if self.echo else (),
             num_prompt_log_probs=self.prompt_logprobs,
+            grammar_source=source_of(*constraint) if constraint else None,
         )
 
 

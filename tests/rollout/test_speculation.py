@@ -22,7 +22,13 @@ from engine_work import (
 )
 
 from jaxrl_llm.config import SpeculationConfig
-from jaxrl_llm.rollout.engine import device_programs, host_inputs, prefill, token_sampling
+from jaxrl_llm.rollout.engine import (
+    decode_steps,
+    device_programs,
+    host_inputs,
+    prefill,
+    token_sampling,
+)
 from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS, Request, SamplingParams
 from jaxrl_llm.rollout.engine.token_sampling import SamplerState
@@ -139,7 +145,7 @@ def after_a_prompt(slots=4000):
         state, prefix, admission, writes
     )
     step = functools.partial(
-        device_programs.generate,
+        decode_steps.generate,
         tiny.NETWORK,
         params,
         table=np.zeros((slots, 1), np.int32),

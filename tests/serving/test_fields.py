@@ -19,6 +19,7 @@ from written_calls import TOOLS
 
 from jaxrl_llm.serving import (
     chat,
+    constraints,
     fields,
     messages_api,
     protocol,
@@ -40,6 +41,9 @@ MODELS = {
     "/tokenize": [tokenization.TokenizePrompt],
     "/detokenize": [tokenization.DetokenizeBody],
     "stream_options": [protocol.StreamOptions],
+    "response_format": [constraints.ResponseFormat],
+    "response_format.json_schema": [constraints.ResponseSchema],
+    "structured_outputs": [constraints.StructuredOutputsField],
     "messages": [chat.ChatMessage],
     "messages.tool_calls": [chat.MessageToolCall],
     "messages.tool_calls.function": [chat.CalledFunction],
@@ -63,6 +67,7 @@ MODELS = {
     "/v1/messages tool_choice": [messages_api.ApiToolChoice],
     "/v1/messages thinking": [messages_api.ThinkingConfig],
     "/v1/messages output_config": [messages_api.OutputConfig],
+    "/v1/messages output_config.format": [messages_api.OutputFormat],
     "/v1/responses": [body.ResponsesBody],
     "/v1/responses input": [
         items.MessageItem,
@@ -216,7 +221,8 @@ def text_of_last(reply, engine):
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"logit_bias": {"-5": 1}}, "logit_bias"),
         ({"bad_words": "x"}, "bad_words"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format: json_schema belongs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs: structural_tag="),
         ({"top_k": -2}, "top_k"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: 'messages' is set by"),

@@ -190,6 +190,8 @@ def test_stored_responses():
             # Its turn is still part of the later dialogue.
             await create(**request, input="Three?", previous_response_id=second.id)
             assert text_of(engine.asked[-1]).startswith(text)
+            with pytest.raises(openai.BadRequestError, match="limit: Input should"):
+                await client.get(f"/responses/{second.id}/input_items?limit=x", cast_to=object)
             with pytest.raises(openai.BadRequestError, match="cancelled"):
                 await client.responses.cancel(second.id)
             unstored = await create(**request, input="?", store=False)

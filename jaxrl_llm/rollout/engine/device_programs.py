@@ -1,4 +1,4 @@
-"""Device programs of rollout after prefill: insert, extend, generate, move, release.
+"""Device programs of rollout after prefill: insert, extend, move, release; states of slots.
 
 Rollout parameters and the cache have one entry per layer instead of stacked layers: a decode step
 that scans stacked arrays copies the whole cache every step.
@@ -29,7 +29,7 @@ from jaxrl_llm.rollout.engine.kv_cache import (
 from jaxrl_llm.rollout.engine.logit_adjustments import LogitAdjustments
 from jaxrl_llm.rollout.engine.prefill import Prefix
 from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS
-from jaxrl_llm.rollout.engine.token_sampling import SamplerState
+from jaxrl_llm.rollout.engine.token_sampling import SamplerState, TokenMasks
 
 NO_CACHE = Cache((), ())
 
@@ -81,6 +81,7 @@ class InsertArgs:
     sampler: SamplerState
     rotary_offsets: Int[Array, " n"]  # of rotary positions, see `DecodeState`
     adjustments: LogitAdjustments | None = None  # None: logits are sampled from as they are
+    masks: TokenMasks | None = None  # tokens that grammars allow; None: no sample has a grammar
 
 
 @jax.tree_util.register_dataclass
@@ -185,11 +186,13 @@ def _enter(
         logits = logit_adjustments.adjusted_logits(
             logits[:, None], lengths[:, None], adjustments, bias, counts, adjustments.history[:, :0]
         )[:, 0]
+    if admission.masks is not None:
+        logits = token_sampling.mask_logits(logits, admission.masks)
     tokens, log_probs, support = token_sampling.sample_with_support(
         logits, lengths, admission.sampler, filtered=filtered, num_support=num_support
     )
     tops = token_sampling.top_log_probs(logits, admission.sampler, num_top)
-    remaining = jnp.where(_is_stop(tokens, admission.stop_tokens), 0, admission.max_new_tokens - 1)
+    remaining = jnp.where(is_stop(tokens, admission.stop_tokens), 0, admission.max_new_tokens - 1)
 
     def write_slots(target, value):
         return target.at[admission.slots].set(value, mode="drop")
@@ -257,7 +260,7 @@ def extend(
     )
     offsets = admission.rotary_offsets[:, None]
     rotary = network.rotary(query_positions + offsets if sights is None else sights.positions)
-    x, keys, values, routes = _forward(
+    x, keys, values, routes = forward_layers(
         network,
         params,
         cache_view,
@@ -303,178 +306,11 @@ def release(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:
     return dataclasses.replace(state, remaining=jnp.where(slots, 0, state.remaining))
 
 
-def _is_stop(tokens: Int[Array, " S"], stops: Int[Array, "S stops"]) -> Bool[Array, " S"]:
+def is_stop(tokens: Int[Array, " S"], stops: Int[Array, "S stops"]) -> Bool[Array, " S"]:
     return (tokens[:, None] == stops).any(-1)
 
 
-def generate(
-    network: Network,
-    params: Params,
-    state: DecodeState,
-    table: Int[Array, "S pages"],
-    free_target: Int[Array, ""],
-    adjustments: LogitAdjustments | None = None,
-    *,
-    split: CacheSharding = REPLICATED,
-    num_steps: int,
-    num_slots: int,
-    window: int,
-    reader: CacheReader,
-    filtered: bool,
-    num_top: int,
-    num_support: int = 0,
-    draft_tokens: int = 0,
-    ngram_tokens: int = 0,
-    keeps_routes: bool = False,
-) -> tuple[DecodeState, Outputs]:
-    """Decodes a chunk: until `num_steps` are done, or `free_target` slots are free for refill.
-
-    Args, static except for the page table of all slots, `free_target` and `adjustments`:
-      adjustments: Of the logits of `num_slots` slots; None: there are none.
-      split: Sharding of slots and pages over devices.
-      num_slots: Slots from this one on are free and not computed.
-      window: At least the tokens of every slot before the first step.
-      reader: How attention reads the cache.
-      num_top: Number of most likely tokens to report.
-      num_support: At least the `support_tokens` of every slot.
-      keeps_routes: Whether to report the experts chosen for each token.
-    """
-    width = 1 + draft_tokens
-    table = table[:num_slots]
-    small = dataclasses.replace(state, cache=NO_CACHE)
-    live = jax.tree.map(lambda a: a[:num_slots], small)
-    cached_ends = live.positions  # one past the last position in the pages
-    cache_args = network.shape, state.cache, split, table
-    cache_view = decode_attention.make_cache_view(
-        *cache_args, jnp.where(live.remaining > 0, cached_ends, 0), window, reader
-    )
-    num_tokens = num_steps * width
-    recent = kv_cache.empty_write_buffer(
-        network.shape, num_slots, num_tokens, state.cache.keys[0].dtype
-    )
-    first_positions = live.positions[:, None]
-    angles = network.rotary(first_positions + live.rotary_offsets[:, None] + jnp.arange(num_tokens))
-    num_routes = network.num_routes if keeps_routes else 0
-    counts, vocab_size = None, network.shape.vocab_size
-    if adjustments is not None:
-        counts = logit_adjustments.token_counts(adjustments, vocab_size)
-        bias = logit_adjustments.dense_bias(adjustments, vocab_size)
-
-    def step(carry):
-        """Feeds every active slot its last token and samples the next.
-
-        With speculation it feeds Q - 1 drafts after that token, samples after each of them, and
-        accepts the samples after right drafts. Inactive slots are computed but change nothing. The
-        step's tokens are at `start` in `recent`; `live` is the slots' state without the cache.
-        """
-        number, live, recent, counts, outputs = carry
-        start = number * width
-        active = live.remaining > 0
-        inputs = live.tokens[:, None]  # [S, Q]
-        drafts = inputs[:, :0]
-        if draft_tokens:
-            history = live.history[:, : window + num_tokens]
-            drafts = token_sampling.prompt_lookup_drafts(
-                history, live.positions, draft_tokens, ngram_tokens
-            )
-            inputs = jnp.concatenate([inputs, jnp.maximum(drafts, 0)], axis=1)
-        query_positions = live.positions[:, None] + jnp.arange(width)
-
-        def positions_of_first(count: Int[Array, " S"]) -> Int[Array, "S recent"]:
-            positions = jnp.where(jnp.arange(width) < count[:, None], query_positions, NO_POSITION)
-            return lax.dynamic_update_slice_in_dim(recent.positions, positions, start, axis=1)
-
-        positions = positions_of_first(jnp.where(active, width, 0))
-        # Inactive slots see no page, so kernels skip theirs. Computed here once for all layers.
-        active_ends = jnp.where(active, cached_ends, 0)
-        copied_window = window if reader == "gather" else 0
-        visibility = decode_attention.make_visibility(
-            network.shape, query_positions, active_ends, positions, copied_window
-        )
-        steps = (query_positions - first_positions)[:, :, None, None]
-        rotary = jax.tree.map(lambda table: jnp.take_along_axis(table, steps, axis=1), angles)
-        x, keys, values, routes = _forward(
-            network, params, cache_view, split, recent, start, inputs, rotary, visibility
-        )
-        logits = network.logits(params, network.norm(params, x))
-        routes = routes[..., :num_routes]
-        next_positions = query_positions + 1
-        if adjustments is not None:
-            logits = logit_adjustments.adjusted_logits(
-                logits, next_positions, adjustments, bias, counts, drafts
-            )
-        flat = logits.reshape(num_slots * width, -1)
-        sampler = jax.tree.map(lambda a: jnp.repeat(a, width, axis=0), live.sampler)
-        *sampled, support = token_sampling.sample_with_support(
-            flat,
-            next_positions.reshape(-1),
-            sampler,
-            filtered=filtered,
-            num_support=num_support,
-        )
-        sampled += [*token_sampling.top_log_probs(flat, sampler, num_top), support]
-        drawn, log_probs, *tops_and_support = (
-            a.reshape(num_slots, width, *a.shape[1:]) for a in sampled
-        )
-        if draft_tokens:
-            accepted = token_sampling.acceptance_mask(
-                drawn, drafts, live.stop_tokens, live.remaining
-            )
-            count = accepted.sum(axis=1)
-            last = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-            end = live.history.shape[1]  # past it: dropped
-            write_at = jnp.where(accepted, next_positions, end + jnp.arange(width))
-            history = live.history.at[jnp.arange(num_slots)[:, None], write_at].set(
-                drawn, mode="drop", unique_indices=True
-            )
-            positions = positions_of_first(count)
-        else:
-            accepted, count, last, history = active[:, None], active, drawn[:, 0], live.history
-        if adjustments is not None:
-            counts = logit_adjustments.counts_with(counts, drawn, accepted)
-        tokens = jnp.where(active, last, live.tokens)
-        remaining = jnp.where(_is_stop(tokens, live.stop_tokens), 0, live.remaining - count)
-        live = dataclasses.replace(
-            live,
-            tokens=tokens,
-            positions=live.positions + count,
-            remaining=jnp.where(active, remaining, 0),
-            history=history,
-        )
-        step_outputs = (
-            jnp.where(accepted, drawn, -1),
-            jnp.where(accepted, log_probs, 0.0),
-            *tops_and_support,
-            routes,
-        )
-        outputs = tuple(
-            array.at[number].set(jnp.swapaxes(row, 0, 1))
-            for array, row in zip(outputs, step_outputs, strict=True)
-        )
-        return number + 1, live, WriteBuffer(keys, values, positions), counts, outputs
-
-    def unfinished(carry):
-        number, live, *_ = carry
-        return (number < num_steps) & ((live.remaining == 0).sum() < free_target)
-
-    dims = (num_steps, width, num_slots)
-    tokens, log_probs = jnp.full(dims, -1, jnp.int32), jnp.zeros(dims, jnp.float32)
-    tops = (jnp.zeros((*dims, num_top), dtype) for dtype in (jnp.int32, jnp.float32))
-    support, routes = (
-        jnp.zeros((*dims, size), dtype)
-        for size, dtype in ((num_support, jnp.int32), (num_routes, ROUTE_DTYPE))
-    )
-    empty_outputs = (tokens, log_probs, *tops, support, routes)
-    _, live, recent, _, outputs = lax.while_loop(
-        unfinished, step, (0, live, recent, counts, empty_outputs)
-    )
-    cache = kv_cache.flush_buffer(state.cache, split, recent, table, by_slot=True)
-    rounds = [a.reshape(num_tokens, *a.shape[2:]) for a in outputs]
-    small = jax.tree.map(lambda whole, part: whole.at[:num_slots].set(part), small, live)
-    return dataclasses.replace(small, cache=cache), Outputs(*[*rounds, live.remaining + 0])
-
-
-def _forward(
+def forward_layers(
     network, params, cache_view, split, recent, start, inputs, rotary, visibility, sights=None
 ):
     """Last hidden states [S, Q, D], recent keys and values with this step's, and routes."""

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.packing.packed_batch import bucket
 from jaxrl_llm.rollout.engine import aot_programs, device_programs, host_inputs
 from jaxrl_llm.rollout.engine.compiled_programs import MOVES, EnginePrograms
+from jaxrl_llm.rollout.engine.grammars import token_masks
 from jaxrl_llm.rollout.engine.logit_adjustments import LogitAdjustments, adjustment_arrays
 from jaxrl_llm.rollout.engine.page_allocator import PageAllocator
 from jaxrl_llm.rollout.engine.prefill import Prefix
@@ -42,6 +43,7 @@ class _Chunk(NamedTuple):
     version: int  # of the weights
     num_slots: int
     queue_waits: bool
+    step_tokens: int  # maximum a step adds to a slot
 
 
 class Engine:
@@ -137,7 +139,8 @@ class Engine:
     def num_compilations(self) -> int:
         """Number of programs compiled so far."""
         names = ("empty", "prefill", "insert", "extend", "generate", "release", "move")
-        return sum(getattr(self.programs, name)._cache_size() for name in names)
+        masked = ("begin_masked", "forward_masked", "sample_masked", "end_masked")
+        return sum(getattr(self.programs, name)._cache_size() for name in (*names, *masked))
 
     def compile(self, params: Params, program: aot_programs.Program) -> None:
         """Compiles one of `warmup_programs`; allowed between any two calls of `step`."""
@@ -229,12 +232,15 @@ class Engine:
             if self.num_active:
                 if chunk is None:
                     num_slots = self._apply_moves()
-                    chunk = self._dispatch(
-                        params, version, num_slots, max(scheduler.active_lengths())
-                    )
-                if ahead:
-                    self._chunk = self._dispatch_ahead(params, version, chunk)
-                self._read_chunk(chunk)
+                    longest = max(scheduler.active_lengths())
+                    if any(sample.is_constrained for sample in scheduler.active.values()):
+                        self._decode_masked(params, version, num_slots, longest)
+                    else:
+                        chunk = self._dispatch(params, version, num_slots, longest)
+                if chunk is not None:
+                    if ahead:
+                        self._chunk = self._dispatch_ahead(params, version, chunk)
+                    self._read_chunk(chunk)
                 self.statistics.peak_pages = self._pages.peak_used
                 self.statistics.decode_s += time.perf_counter() - filled
         return scheduler.progress()
@@ -289,6 +295,7 @@ class Engine:
         adjustments = self._adjustments(enumerate(prompts), size)
         writes = [(page, index, at) for s, index in prompts.items() for page, at in s.page_writes]
         max_writes = self.programs.num_writes(prefix, size)
+        masks = self._entry_masks(list(prompts), size)
         # Several parts: each shard of the slots has its own pages.
         parts = [writes[i : i + max_writes] for i in range(0, len(writes), max_writes)] or [[]]
         for number, part in enumerate(parts, 1):
@@ -297,7 +304,7 @@ class Engine:
                 self._state or self.programs.empty(),
                 prefix,
                 host_inputs.insert_args(
-                    samples, size, self.num_slots, offsets[: len(samples)], adjustments
+                    samples, size, self.num_slots, offsets[: len(samples)], adjustments, masks
                 ),
                 host_inputs.page_writes(part, max_writes, self.programs.pages.num_pages),
                 **switches,
@@ -326,6 +333,7 @@ class Engine:
             samples = [sample for sample, _ in chunk]
             chunk_tokens = [tokens[sample][n : n + width] for sample, n in chunk]
             ends = [n + width >= len(tokens[sample]) for sample, n in chunk]
+            entered = [s if end else None for s, end in zip(samples, ends, strict=True)]
             sights_and_offsets = [
                 (host_inputs.extended_image_inputs(s.sights, s.num_tokens, s.offset), s.offset)
                 for s in samples
@@ -359,6 +367,7 @@ class Engine:
                     self.num_slots,
                     [n for _, n in sights_and_offsets],
                     self._adjustments(enumerate(samples), rows),
+                    self._entry_masks(entered, rows),
                 ),
                 window=_at_least(max(starts), self.programs.read_windows),
                 **switches,
@@ -372,7 +381,6 @@ class Engine:
                     sample.completion.routes.append(
                         visited[row, num_recorded : len(chunk_tokens[row])]
                     )
-            entered = [s if end else None for (s, _), end in zip(chunk, ends, strict=True)]
             sampled.append((entered, outputs))
             for (sample, n), end in zip(chunk, ends, strict=True):
                 next_token[sample] = n + width
@@ -401,21 +409,18 @@ class Engine:
     def _dispatch(self, params: Params, version: int, num_slots: int, longest: int) -> _Chunk:
         """Gives the device a chunk of steps; no active sequence has over `longest` tokens."""
         queue_waits = self.num_waiting > 0
-        enough = num_slots - self.num_active + max(1, num_slots // 16)
         switches = self._static_arguments(self._scheduler.active.values())
         self._state, outputs = self.programs.generate(
             params,
             self._state,
             self._scheduler.page_table(),
-            # While samples wait, another sixteenth of the slots free is worth a refill (some are
-            # free where pages are short); else the device runs on until its chunk or work is done.
-            np.int32(min(num_slots, enough) if queue_waits else num_slots),
+            np.int32(self._free_target(num_slots)),
             self._adjustments(self._scheduler.active.items(), num_slots),
             num_slots=num_slots,
             window=_at_least(longest, self.programs.windows),
             **switches,
         )
-        return _Chunk(outputs, version, num_slots, queue_waits)
+        return _Chunk(outputs, version, num_slots, queue_waits, self._step_tokens)
 
     def _dispatch_ahead(self, params: Params, version: int, chunk: _Chunk) -> _Chunk | None:
         """Gives the device the chunk after one that is not read, unless the host must decide."""
@@ -435,18 +440,72 @@ class Engine:
         longest = max(left) + self._chunk_tokens
         return self._dispatch(params, version, chunk.num_slots, longest)
 
+    def _decode_masked(self, params: Params, version: int, num_slots: int, longest: int) -> None:
+        """Decodes a chunk in which samples have grammars, and records its tokens.
+
+        The forward pass of a step runs while the host reads the token before it and fills the
+        masks with which its token will be sampled.
+        """
+        programs, scheduler = self.programs, self._scheduler
+        queue_waits, free_target = self.num_waiting > 0, self._free_target(num_slots)
+        switches = self._static_arguments(scheduler.active.values())
+        window, table = _at_least(longest, programs.windows), scheduler.page_table()
+        assert self._state is not None
+        chunk, live, recent = programs.begin_masked(
+            self._state, table, num_slots=num_slots, window=window
+        )
+
+        def forward(recent: Any, number: int) -> Any:
+            cache = self._state.cache  # type: ignore[union-attr]
+            return programs.forward_masked(
+                params, cache, chunk, live, recent, np.int32(number), window=window
+            )
+
+        recent, logits, routes = forward(recent, 0)
+        for number in range(1, self.chunk_steps + 1):
+            masks = self._token_masks(scheduler.active, num_slots)
+            adjustments = self._adjustments(scheduler.active.items(), num_slots)
+            live, outputs = programs.sample_masked(
+                live, logits, routes, masks, adjustments, **switches
+            )
+            if number < self.chunk_steps:
+                recent, logits, routes = forward(recent, number)
+            self._read_chunk(_Chunk(outputs, version, num_slots, queue_waits, step_tokens=1))
+            if num_slots - self.num_active >= free_target:
+                break
+        self._state = programs.end_masked(self._state, live, recent, table)
+
+    def _token_masks(self, samples: Mapping[int, Sample], num_rows: int) -> np.ndarray:
+        """Masks of samples by row; those whose grammars cannot go on end with the error."""
+        masks, errors = token_masks(samples, num_rows, self.limits.vocab_size)
+        for sample, error in errors.items():
+            self._scheduler.fail(sample, error)
+        return masks
+
+    def _entry_masks(self, samples: Sequence[Sample | None], num_rows: int) -> np.ndarray | None:
+        """Masks of samples that enter slots; None: none of them has a grammar."""
+        rows = {row: s for row, s in enumerate(samples) if s is not None and s.is_constrained}
+        return self._token_masks(rows, num_rows) if rows else None
+
+    def _free_target(self, num_slots: int) -> int:
+        """Number of free slots at which a chunk ends early."""
+        # While samples wait, another sixteenth of the slots free is worth a refill (some are
+        # free where pages are short); else the device runs on until its chunk or work is done.
+        enough = num_slots - self.num_active + max(1, num_slots // 16)
+        return min(num_slots, enough) if self.num_waiting else num_slots
+
     def _read_chunk(self, chunk: _Chunk) -> None:
         """Reads the outputs of a decode chunk and records its tokens."""
         sampled = kv_store_broadcast.device_get(chunk.outputs)
         # [steps, S]: an active slot gets a token in every step, whatever was drafted.
-        has_token = np.reshape(sampled.tokens >= 0, (-1, self._step_tokens, chunk.num_slots))
+        has_token = np.reshape(sampled.tokens >= 0, (-1, chunk.step_tokens, chunk.num_slots))
         active = np.any(has_token, axis=1)
         steps, slot_steps = int(np.any(active, axis=1).sum()), int(active.sum())
         s = self.statistics
         s.decode_tokens += self._scheduler.record_generated(sampled, chunk.version)
         s.decode_steps += steps
         s.slot_steps += slot_steps
-        s.draft_tokens += slot_steps * (self._step_tokens - 1)
+        s.draft_tokens += slot_steps * (chunk.step_tokens - 1)
         if chunk.queue_waits:
             s.busy_capacity += steps * self.num_slots
             s.busy_slot_steps += slot_steps

@@ -297,11 +297,12 @@ def insert_args(
     num_slots: int,
     offsets: Sequence[int] = (),
     adjustments: LogitAdjustments | None = None,
+    masks: np.ndarray | None = None,
 ) -> InsertArgs:
     """Arguments of an insert, padded to `size` samples with slot `num_slots`.
 
     `entering` are (index of the prompt in the prefix, slot, key, parameters); `offsets` are
-    `Request.offset` of each, by default zero; `adjustments` those of `size` rows.
+    `Request.offset` of each, by default zero; `adjustments` and `masks` those of `size` rows.
     """
     padding = (0, num_slots, np.zeros(2, np.uint32), SamplingParams(max_tokens=1))
     rows = [*entering, *[padding] * (size - len(entering))]
@@ -323,6 +324,7 @@ def insert_args(
         min_p=column("min_p"),
         support_tokens=column("support_tokens", np.int32),
     )
+    mask_array: Any = masks
     return InsertArgs(
         prompt_indices=array(prompts, np.int32),
         slots=array(slots, np.int32),
@@ -331,4 +333,5 @@ def insert_args(
         sampler=sampler,
         rotary_offsets=array([*offsets, *[0] * (size - len(offsets))], np.int32),
         adjustments=adjustments,
+        masks=mask_array,
     )

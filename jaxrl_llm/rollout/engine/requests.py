@@ -14,6 +14,7 @@ from jaxrl_llm.config.rollout_data import MAX_SUPPORT_TOKENS, MIN_TEMPERATURE
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.rollout.engine.grammars import Grammar, num_mask_words
 from jaxrl_llm.text import is_text
 
 # Per sample; compared on the device. The config allows 8, the rest are the model's own EOS tokens.
@@ -143,6 +144,8 @@ class Request:
     # Most likely tokens reported for every prompt token, with its own log-prob; None: no log-probs.
     # The whole prompt is prefilled for them, whatever it continues.
     num_prompt_top: int | None = None
+    # Constrains the text of every sample, its partial prompt tokens included (structured outputs).
+    grammar: Grammar | None = None
 
     @property
     def offset(self) -> int:
@@ -335,9 +338,21 @@ class RequestLimits:
             elif shape != expected:
                 yield f"routes of shape {shape} for a prompt of {length} tokens; give {expected}"
         yield from self._sight_problems(request)
+        yield from self._grammar_problems(request)
         # Samples of a prompt mostly share their parameters.
         for params in {id(params): params for params in request.params}.values():
             yield from self._sampling_problems(params, length)
+
+    def _grammar_problems(self, request: Request) -> Iterator[str]:
+        if (grammar := request.grammar) is None:
+            return
+        if grammar.num_words < num_mask_words(self.vocab_size):
+            yield (
+                f"a grammar over {grammar.num_tokens} tokens; this model has {self.vocab_size};"
+                " compile it with the vocabulary of the model"
+            )
+        if not all(params.stop_tokens for params in request.params):
+            yield "a grammar needs stop tokens, with which a sample ends; give at least one"
 
     def _sight_problems(self, request: Request) -> Iterator[str]:
         if (sights := request.image_inputs) is None:

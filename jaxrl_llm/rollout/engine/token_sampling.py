@@ -14,6 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+TokenMasks = UInt32[
+    Array, "S words"
+]  # a bit per token of the vocabulary, lowest first; 0: forbidden
+MASK_BITS = 32
+
 _BLOCK = 128  # vocabulary entries summed at a time by the two-level search
 
 
@@ -90,6 +95,13 @@ def sample_with_support(
     tokens = jnp.where(greedy, jnp.argmax(logits, -1), tokens).astype(jnp.int32)
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
     return tokens, chosen - log_total, support
+
+
+def mask_logits(logits: Float[Array, "S V"], masks: TokenMasks) -> Float[Array, "S V"]:
+    """Logits with forbidden tokens at minus infinity: probabilities are over the allowed ones."""
+    bits = (masks[:, :, None] >> jnp.arange(MASK_BITS, dtype=jnp.uint32)) & 1
+    allowed = bits.reshape(len(masks), -1)[:, : logits.shape[-1]]
+    return jnp.where(allowed > 0, logits, -jnp.inf)
 
 
 def top_log_probs(

@@ -87,7 +87,7 @@ class VllmBackend:
             self._reports_unfiltered = True
         tokens, seed = settings["tokens"], settings["seed"]
         if not self._noise_by_position:
-            seed = _mixed(seed + len(tokens))
+            seed = _splitmix64(seed + len(tokens))
         params = vllm.SamplingParams(
             max_tokens=settings["max_tokens"],
             temperature=settings["temperature"],
@@ -166,8 +166,8 @@ def _likeliest(entry: Mapping[int, Any], count: int) -> list[tuple[int, float]]:
     return sorted(pairs, key=lambda pair: -pair[1])[:count]
 
 
-def _mixed(number: int) -> int:
-    """64 bits that look random (splitmix64)."""
+def _splitmix64(number: int) -> int:
+    """64 bits that look random."""
     mask = 2**64 - 1
     number = number * 0x9E3779B97F4A7C15 & mask
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & mask

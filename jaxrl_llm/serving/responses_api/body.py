@@ -64,6 +64,7 @@ class FunctionTool(Strict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # as of `tools.function`
 
     @property
     def chat_tool(self) -> Json:

@@ -9,7 +9,7 @@ PATH = "/v1/responses"
 # Fields of chats that have another name or place here.
 _RENAMED = (
     *("max_tokens", "logprobs", "response_format", "echo", "prompt_logprobs", "suffix"),
-    *("structured_outputs", "structural_tag", "truncate_prompt_tokens"),
+    *("structural_tag", "truncate_prompt_tokens"),
 )
 
 RESPONSES: Mapping[str, Rule] = {
@@ -41,7 +41,6 @@ RESPONSES: Mapping[str, Rule] = {
     "previous_input_messages": REFUSED,
     "enable_response_messages": refused_except(False),
     "mm_processor_kwargs": refused_except({}),
-    "structured_outputs": REFUSED,
 }
 # An input item, of any type. The server makes ids, and no item is half done.
 ITEM: Mapping[str, Rule] = {
@@ -77,7 +76,7 @@ RESPONSE_TOOL: Mapping[str, Rule] = {
     "name": USED,
     "description": USED,
     "parameters": USED,
-    "strict": IGNORED,  # as of `tools.function`
+    "strict": USED,
     "output_schema": IGNORED,
     "defer_loading": refused_except(False),
     "allowed_callers": refused_except(["direct"]),

@@ -178,14 +178,16 @@ def test_grpo_learns_as_over_the_built_in_engine(seed, tmp_path, one_device):
 
 def test_a_killed_vllm_ends_the_run_with_a_reason_and_the_run_resumes(tmp_path, cache):
     flags = [*runs.flags("grpo_tiny"), f"--workdir={tmp_path / 'run'}"]
-    flags += ["--config.model.head_size=32", "--config.rollout.engine=vllm"]
-    flags += [f"--config.rollout.vllm.python={PYTHON}", "--config.trainer.num_steps=6"]
-    flags += ["--config.checkpoint.every=2", "--config.evaluation.every=0"]
+    flags += ["--config.model.head_size=32", "--config.model.hidden_size=64"]
+    flags += ["--config.rollout.engine=vllm", f"--config.rollout.vllm.python={PYTHON}"]
+    flags += ["--config.rollout.vllm.llm_args={'enforce_eager': 'true'}"]
+    flags += ["--config.trainer.num_steps=6", "--config.checkpoint.every=2"]
+    flags += ["--config.evaluation.every=0"]
     run = runs.start("train", flags, cache)
     while True:
         line = run.stdout.readline()
         assert line, run.stderr.read()[-4000:]
-        if line.startswith("step 3/"):
+        if line.startswith("step 3/6"):
             break
     (worker,) = [
         pid
