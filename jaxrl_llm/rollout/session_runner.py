@@ -48,12 +48,13 @@ class SessionSample:
         """All that is sampled so far."""
         earlier, latest = self.earlier, self.latest
         return Completion(
-            earlier.tokens + latest.tokens,
-            earlier.log_probs + latest.log_probs,
-            earlier.versions + latest.versions,
-            earlier.top_log_probs + latest.top_log_probs,
-            latest.finish_reason,
-            latest.routes or earlier.routes,  # of an engine request: those of its prompt too
+            tokens=earlier.tokens + latest.tokens,
+            log_probs=earlier.log_probs + latest.log_probs,
+            versions=earlier.versions + latest.versions,
+            top_log_probs=earlier.top_log_probs + latest.top_log_probs,
+            support=earlier.support + latest.support,
+            finish_reason=latest.finish_reason,
+            routes=latest.routes or earlier.routes,  # of an engine request: of its prompt too
         )
 
     def known_routes(self, num_tokens: int) -> np.ndarray | None:
