@@ -7,6 +7,7 @@ at any time; running ones can be paused and resumed with other weights.
 import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -66,6 +67,14 @@ class SessionSample:
         return np.pad(routes, ((0, num_tokens - len(routes)), (0, 0)), constant_values=-1)
 
 
+class SessionSnapshot(NamedTuple):
+    """An episode in a checkpoint; without a log it has not ended, and begins anew."""
+
+    key: np.ndarray  # raw random key
+    sequences: list[EpisodeSequence]
+    log: EpisodeLog | None
+
+
 class SessionRunner:
     """Runs the sessions of a wave: while some agents think, the requests of others are sampled."""
 
@@ -94,6 +103,8 @@ class SessionRunner:
         self._retained: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
         self.sequences: dict[int, list[EpisodeSequence]] = {}  # of ended episodes
         self.logs: dict[int, EpisodeLog] = {}  # of ended episodes
+        self._keys: dict[int, np.ndarray] = {}  # of all episodes
+        self._restored: list[tuple[int, Prompt]] = []  # to begin anew
 
     @property
     def is_running(self) -> bool:
@@ -102,16 +113,22 @@ class SessionRunner:
 
     def start(self, prompt: Prompt, number: int, keys: np.ndarray) -> None:
         """Starts the agents of a prompt's episodes, numbered from `number`; `keys` is [G, 2]."""
-        for i, (params, key) in enumerate(zip(self._samples, keys, strict=True)):
-            self._episode_params[number + i] = params
-            self._recorders[number + i] = SessionRecorder(number + i, key, params)
-            self._prompts[number + i] = prompt
-            self._wave.start(prompt, number + i)
+        for i, key in enumerate(keys):
+            self._start_episode(prompt, number + i, key)
 
-    def step(self, weights: Weights, *, ahead: bool = False) -> list[int]:
+    def _start_episode(self, prompt: Prompt, episode: int, key: np.ndarray) -> None:
+        params = self._samples[episode % len(self._samples)]
+        self._keys[episode], self._prompts[episode] = key, prompt
+        self._episode_params[episode] = params
+        self._recorders[episode] = SessionRecorder(episode, key, params)
+        self._wave.start(prompt, episode)
+
+    def step(self, weights: Weights, *, ahead: bool = False, wait: bool = True) -> list[int]:
         """Runs an engine chunk and handles the events of sessions; returns the episodes that ended.
 
-        `ahead` is without effect: a request may come at any time.
+        Args:
+          ahead: Without effect: a request may come at any time.
+          wait: Whether to wait for an event if there is nothing to sample.
         """
         if self._running:
             if self._receiver is not None and self._received != weights.version:
@@ -122,7 +139,9 @@ class SessionRunner:
                     raise progress.error
                 self._handle_progress(progress)
         ended = []
-        for event in self._wave.collect_events(wait=not self._running) if self.is_running else ():
+        if not self.is_running:
+            return ended
+        for event in self._wave.collect_events(wait and not self._running):
             if event.episode not in self._recorders:  # it has ended
                 continue
             if event.request is not None:
@@ -148,15 +167,35 @@ class SessionRunner:
             sample.earlier, sample.latest = sample.completion, Completion()
         self._paused += running
 
-    def resume(self) -> None:
-        """Resumes paused samples; the weights of the next step recompute their KV cache."""
+    def resume(self, *, restart: bool = False) -> None:
+        """Resumes paused samples; the weights of the next step recompute their KV cache.
+
+        Restored episodes that had not ended begin anew, with `restart` or without.
+        """
+        restored, self._restored = self._restored, []
+        for episode, prompt in restored:
+            self._start_episode(prompt, episode, self._keys[episode])
         paused, self._paused = self._paused, []
         for sample in paused:
             self._submit([sample])
 
-    def close(self) -> None:
-        """Ends all agents that still run, after an error."""
-        self._wave.close()
+    def snapshot(self, episode: int) -> SessionSnapshot:
+        """An episode for a checkpoint."""
+        sequences = self.sequences.get(episode, [])
+        return SessionSnapshot(self._keys[episode], sequences, self.logs.get(episode))
+
+    def restore(self, episode: int, prompt: Prompt, snapshot: SessionSnapshot) -> None:
+        """Restores an episode of `snapshot`; `resume` starts it if it has not ended."""
+        self._keys[episode] = snapshot.key
+        if snapshot.log is None:
+            self._restored.append((episode, prompt))
+        else:
+            self.sequences[episode], self.logs[episode] = snapshot.sequences, snapshot.log
+
+    def take(self, episode: int) -> tuple[list[EpisodeSequence], EpisodeLog]:
+        """Removes an ended episode; returns its sequences and its log."""
+        del self._keys[episode]
+        return self.sequences.pop(episode), self.logs.pop(episode)
 
     def _handle_progress(self, progress: Progress) -> None:
         sample = self._running.get((progress.request, progress.sample))
