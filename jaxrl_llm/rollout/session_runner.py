@@ -138,7 +138,7 @@ class SessionRunner:
                 if progress.error is not None:
                     raise progress.error
                 self._handle_progress(progress)
-        ended = []
+        ended: list[int] = []
         if not self.is_running:
             return ended
         for event in self._wave.collect_events(wait and not self._running):
