@@ -161,10 +161,10 @@ class EpisodeRunner:
         self.sequences |= {sequence.episode: [sequence] for sequence in sequences}
         self._submit(sequences)
 
-    def step(self, weights: Weights, *, ahead: bool = False, wait: bool = True) -> list[int]:
+    def step(self, weights: Weights, *, ahead: bool = False) -> list[int]:
         """Runs one engine chunk and handles replies; returns the episodes that ended.
 
-        `ahead` as in `SamplingEngine.step`; `wait`: for a reply, if there is nothing to sample.
+        `ahead` as in `SamplingEngine.step`.
         """
         engine, world = self._engine, self._world
         if self._running:
@@ -177,7 +177,7 @@ class EpisodeRunner:
                 if progress.finish_reason:
                     self._finish_turn(progress.request, progress.sample)
         if world is not None and self._num_answering:
-            for number, following in world.collect_replies(wait=wait and not self._running):
+            for number, following in world.collect_replies(wait=not self._running):
                 self._num_answering -= 1
                 self._append_reply(self.sequences[number], following)
         ended, self._ended = self._ended, []

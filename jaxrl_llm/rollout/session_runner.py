@@ -123,12 +123,10 @@ class SessionRunner:
         self._recorders[episode] = SessionRecorder(episode, key, params)
         self._wave.start(prompt, episode)
 
-    def step(self, weights: Weights, *, ahead: bool = False, wait: bool = True) -> list[int]:
+    def step(self, weights: Weights, *, wait: bool = True) -> list[int]:
         """Runs an engine chunk and handles the events of sessions; returns the episodes that ended.
 
-        Args:
-          ahead: Without effect: a request may come at any time.
-          wait: Whether to wait for an event if there is nothing to sample.
+        With `wait` it waits for an event if there is nothing to sample.
         """
         if self._running:
             if self._receiver is not None and self._received != weights.version:

@@ -231,8 +231,13 @@ class AsyncSource(SyncSource):
 
         `wait`: for an agent, if there is nothing to sample.
         """
+        runner, weights = self._runner, self._current_weights
         with self._staleness.time_generation():
-            for episode in self._runner.step(self._current_weights, ahead=ahead, wait=wait):
+            if isinstance(runner, SessionRunner):
+                ended = runner.step(weights, wait=wait)
+            else:
+                ended = runner.step(weights, ahead=ahead)
+            for episode in ended:
                 number = episode // len(self._sampling_params)
                 self._groups[number].num_unfinished -= 1
                 if not self._groups[number].num_unfinished:
