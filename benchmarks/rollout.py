@@ -111,7 +111,7 @@ def one_loop(ours: Ours) -> Callable[[int], None]:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxrl_llm.rollout.engine import device_programs, host_inputs, prefill
+    from jaxrl_llm.rollout.engine import decode_steps, device_programs, host_inputs, prefill
     from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS
     from jaxrl_llm.rollout.engine.token_sampling import SamplerState
 
@@ -125,7 +125,7 @@ def one_loop(ours: Ours) -> Callable[[int], None]:
     @jax.jit
     def run(params, prompts, keys):
         prefix = prefill.prefill(network, params, prompts)
-        sampler = SamplerState(keys, ones, zeros.astype(int), ones, zeros)
+        sampler = SamplerState(keys, ones, zeros.astype(int), ones, zeros, zeros.astype(int))
         state = device_programs.empty_state(network, slots, 9, 64)
         admission = device_programs.InsertArgs(
             jnp.repeat(jnp.arange(8), 4),
@@ -137,7 +137,7 @@ def one_loop(ours: Ours) -> Callable[[int], None]:
         )
         switches = {"filtered": False, "num_top": 0}
         state, first = device_programs.insert(state, prefix, admission, writes, **switches)
-        _, rest = device_programs.generate(
+        _, rest = decode_steps.generate(
             network,
             params,
             state,

@@ -174,7 +174,7 @@ class Run:
 def _sampled(given: np.ndarray, left: list[int]) -> Outputs:
     """Returns what a program gives that sampled where it is said."""
     tokens, none = np.where(given, 1, -1), np.zeros((*given.shape, 0), int)
-    on_host: Any = tokens, tokens * 0.0, none, none * 0.0, none, np.array(left)
+    on_host: Any = tokens, tokens * 0.0, none, none * 0.0, none, none, np.array(left)
     return Outputs(*on_host)
 
 

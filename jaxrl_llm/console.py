@@ -289,11 +289,15 @@ def _evaluation_results(data: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def print_summary(
-    metrics: bytes, seconds: float, files: Sequence[tuple[str, pathlib.Path]]
+    metrics: bytes,
+    seconds: float,
+    files: Sequence[tuple[str, pathlib.Path]],
+    reason: str = "",
 ) -> None:
     """Prints the result of a run: first and last evaluation, time since this start, its files.
 
-    `metrics` is the content of its `metrics.jsonl`.
+    `metrics` is the content of its `metrics.jsonl`; `reason` says why it ended before its last
+    step, if it did.
     """
     steps = []
     for line in metrics.split(b"\n") if metrics else ():
@@ -315,6 +319,8 @@ def print_summary(
     width = None if DISPLAY.is_terminal() else _WIDTH
     console = rich_console.Console(highlight=False, width=width, soft_wrap=True)
     console.print(f"done in {format_duration(seconds)}")
+    if reason:
+        console.print(f"ended: {reason}", markup=False)
     if evaluations:
         console.print(table)
     for what, path in files:

@@ -136,6 +136,10 @@ class Rollouts:
     episode_logs: tuple[EpisodeLog, ...] = ()
     # Images of each row, in prompt and response; empty: only those of the prompts.
     images: tuple[tuple[PromptImage, ...], ...] = ()
+    # Tokens among which each token was drawn, itself among them, padded with -1; log-probs, also of
+    # the trained policy, are renormalized over them. Where only -1 stands, and everywhere if it is
+    # None, they are of the whole vocabulary.
+    support: Int[np.ndarray, "B T k"] | None = None
 
     @property
     def prompt_lengths(self) -> Int[np.ndarray, " B"]:

@@ -60,6 +60,7 @@ from jaxrl_llm.rewards import reward_pool, truth_checks
 from jaxrl_llm.rewards.reward_pool import RewardError
 from jaxrl_llm.rollout import engines, episodes
 from jaxrl_llm.rollout.engine.requests import EngineStatistics, Request, SamplingParams
+from jaxrl_llm.rollout.vllm_engine import engine as vllm_engine
 from jaxrl_llm.sampling import async_schedule, async_source, policy_sampler, source
 from jaxrl_llm.serving.driver import RequestRejected
 from jaxrl_llm.serving.protocol import ServedModel
@@ -366,6 +367,20 @@ def engine(config: RLConfig):
     named["max_turn_tokens"] = built.max_turn_tokens
     network = dataclasses.replace(named.pop("network"), lora=None)
     return network, named, seen["resharder"], episodes.sampling_params(config.rollout, (1,))
+
+
+def vllm_worker(config: RLConfig):
+    """What a worker of vLLM is started with, where, and how long an answer may take."""
+    seen = []
+    with (
+        mock.patch.object(vllm_engine, "check_interpreter", lambda python: None),
+        mock.patch.object(vllm_engine, "WorkerClient", lambda *arguments: seen.extend(arguments)),
+    ):
+        models = job_models.make_models(config, job_models.role_meshes(config))
+        policy_sampler.make_sampler(config, models, {})
+    settings, message = seen
+    place = settings.python or settings.host_and_port
+    return place, settings.timeout_s, message
 
 
 def prompts(config):
@@ -701,7 +716,7 @@ def frame(config):
     """Steps of a run, those that are evaluated, and how long a signal may wait."""
     of_run = run.TrainingRun(config, "unused")
     evaluated = [step for step in range(of_run.total_steps + 1) if of_run.should_evaluate(step)]
-    return of_run.total_steps, evaluated, of_run.interruption._grace_s
+    return of_run.total_steps, evaluated, of_run.interruption._grace_s, of_run.stop_check.condition
 
 
 def schedule(config):

@@ -1,5 +1,6 @@
 """Requests of every kind, an engine for them on a tiny network, and what it samples."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,12 +8,29 @@ import numpy as np
 import tiny
 
 from jaxrl_llm.config.rollout_data import NO_SPECULATION
+from jaxrl_llm.models.architecture import Experts, LatentAttentionSizes, LayerType
+from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout.engine import decode_attention, paged_attention_gpu, paged_attention_tpu
 from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
 
 LIMIT = 64
 ONE = tiny.make_mesh()
+NETWORKS = {
+    "plain": tiny.SHAPE,
+    "experts and windows": dataclasses.replace(
+        tiny.SHAPE,
+        layers=(LayerType(window=9), LayerType(experts=True)),
+        experts=Experts(num=4, per_token=2, size=12),
+    ),
+    "latents": dataclasses.replace(
+        tiny.SHAPE,
+        qkv_bias=False,
+        num_kv_heads=4,
+        head_size=12,
+        latent=LatentAttentionSizes(kv_rank=16, plain_size=8, value_size=6, q_rank=20),
+    ),
+}
 
 
 @functools.cache
@@ -97,3 +115,9 @@ def read_by(reader, monkeypatch):
     ):
         interpreted = functools.partial(getattr(module, name), interpret=True)
         monkeypatch.setattr(module, name, interpreted)
+
+
+@functools.cache
+def made(name):
+    network = Network(NETWORKS[name])
+    return tiny.rollout_params(tiny.params(network), ONE, network)

@@ -32,7 +32,7 @@ DISTRIBUTIONS = {
 # Extras for work on this repository; the others are features of the package.
 DEVELOPMENT = {"dev", "docs", "notebook", "parity", "test"}
 # Requirements of features that .ci/run does not install.
-UNPINNED = {"mlflow", "trackio", "verifiers", "wandb"}
+UNPINNED = {"lm-eval", "mlflow", "trackio", "verifiers", "wandb"}
 # Plugins of jax that tests probe for; the extras `tpu` and `cuda` bring them through jax.
 PROBED = {"libtpu", "jax_plugins"}
 
@@ -92,7 +92,13 @@ def python_files(*folders: str) -> list[pathlib.Path]:
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-PACKAGE_FILES, OTHER_FILES = python_files("jaxrl_llm"), python_files("tests", "docs")
+# They run in the interpreter of an environment with vLLM, not in that of the package.
+FOREIGN = {
+    ROOT / "jaxrl_llm" / "rollout" / "vllm_engine" / name
+    for name in ("vllm_backend.py", "weight_readback.py")
+}
+PACKAGE_FILES = [path for path in python_files("jaxrl_llm") if path not in FOREIGN]
+OTHER_FILES = python_files("tests", "docs")
 # Tests and docs import each other by file name.
 OWN_NAMES = {"jaxrl_llm", *(path.stem for path in OTHER_FILES)}
 

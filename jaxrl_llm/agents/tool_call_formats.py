@@ -46,6 +46,13 @@ class ToolCallFormat(NamedTuple):
     events: Callable[[Scanner, Schemas, str], Events]
     # Its models' chat templates contain one of these; the first format that fits is taken.
     template_marks: tuple[str, ...]
+    # For grammars of calls. The mark that begins calls; "": no text precedes them in a turn.
+    call_mark: str
+    has_json_arguments: bool = True  # one object; else each value is a text between marks,
+    value_end: str = ""  # of which this is the closing one
+    # What a template does not show: the text before an answer, and the marks around thinking.
+    answer_start: str = ""
+    thinking_marks: tuple[str, ...] = ()
 
     def parse(self, text: str, schemas: Schemas, open_thinking: str = "") -> ParsedTurn:
         """The text and the calls of a whole turn.
@@ -372,13 +379,25 @@ def _is_call(value: Any) -> bool:
 
 # In the order in which their marks are looked for in a chat template.
 FORMATS: Mapping[str, ToolCallFormat] = {
-    "qwen3_coder": ToolCallFormat(_qwen3_coder, (_FUNCTION,)),
-    "glm4": ToolCallFormat(_glm4, (_KEY,)),
-    "hermes": ToolCallFormat(_hermes, (_OPEN,)),
-    "mistral": ToolCallFormat(_mistral, (_MISTRAL,)),
-    "harmony": ToolCallFormat(_harmony, ("<|channel|>",)),
-    "deepseek": ToolCallFormat(_deepseek, (_CALL,)),
-    "llama3": ToolCallFormat(_llama3, (_PYTHON_TAG, '"parameters": ')),
+    "qwen3_coder": ToolCallFormat(
+        _qwen3_coder,
+        (_FUNCTION,),
+        _OPEN,
+        has_json_arguments=False,
+        value_end=f"\n{_END_PARAMETER}",
+    ),
+    "glm4": ToolCallFormat(_glm4, (_KEY,), _OPEN, has_json_arguments=False, value_end=_END_VALUE),
+    "hermes": ToolCallFormat(_hermes, (_OPEN,), _OPEN),
+    "mistral": ToolCallFormat(_mistral, (_MISTRAL,), _MISTRAL),
+    "harmony": ToolCallFormat(
+        _harmony,
+        ("<|channel|>",),
+        "",
+        answer_start=f"<|channel|>final{_MESSAGE}",
+        thinking_marks=(f"<|channel|>analysis{_MESSAGE}", f"<|end|>{_START}assistant"),
+    ),
+    "deepseek": ToolCallFormat(_deepseek, (_CALL,), _CALLS),
+    "llama3": ToolCallFormat(_llama3, (_PYTHON_TAG, '"parameters": '), ""),
 }
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import json
 
 import jax
@@ -26,6 +27,9 @@ def _load(options: EvaluateOptions) -> SavedPolicy:
 
 
 def main(options: EvaluateOptions) -> None:
+    if options.tasks:
+        importlib.import_module("jaxrl_llm.commands.lm_eval_tasks").main(options)
+        return
     folder = options.workdir or options.model
     program.enable_compilation_cache(options.workdir, options.model)
     source = _load(options)

@@ -7,6 +7,7 @@ import jax
 
 from jaxrl_llm import errors, program, saved_policy
 from jaxrl_llm.commands.options import GenerateOptions
+from jaxrl_llm.config import RolloutConfig
 from jaxrl_llm.config.kv_cache_sizing import SequenceLengths
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.rollout import engines, episodes
@@ -16,7 +17,9 @@ from jaxrl_llm.rollout.engine_api import EngineArgs, SamplingEngine
 from jaxrl_llm.types import Prompt, PromptBatch
 
 
-def _engine(name: str, of_run: EngineArgs, max_tokens: int, num_samples: int) -> SamplingEngine:
+def _engine(
+    rollout: RolloutConfig, of_run: EngineArgs, max_tokens: int, num_samples: int
+) -> SamplingEngine:
     """An engine like that of the run, for sequences of `max_tokens`."""
     network, mesh = of_run.network, of_run.mesh
     num_slots, cache_tokens = kv_cache.fitting_cache_size(
@@ -30,7 +33,7 @@ def _engine(name: str, of_run: EngineArgs, max_tokens: int, num_samples: int) ->
         layout=of_run.layout,
         cache_tokens=cache_tokens,
     )
-    return engines.build(name, args)
+    return engines.build(rollout, args)
 
 
 def main(options: GenerateOptions) -> None:
@@ -72,9 +75,14 @@ def main(options: GenerateOptions) -> None:
         top_p=options.top_p,
         stop_tokens=models.eos_tokens,
     )
-    name, of_run = source.config.rollout.engine, source.sampler.engine_args
+    of_run = source.sampler.engine_args
     rollouts, _ = episodes.rollout(
-        _engine(name, of_run, longest_prompt + answer_tokens, len(texts) * options.samples),
+        _engine(
+            source.config.rollout,
+            of_run,
+            longest_prompt + answer_tokens,
+            len(texts) * options.samples,
+        ),
         source.weights(),
         models.tokenizer,
         PromptBatch(tuple(prompts)),

@@ -63,22 +63,37 @@ class EvaluateOptions(PolicyOptions):
     """Evaluates a policy on held-out prompts: mean@k, pass@k, maj@k.
 
     The policy is a run's (--workdir), or a model on the prompts of a config (--model and --config).
-    Prints one JSON object.
+    With --tasks, lm-evaluation-harness evaluates it on its tasks instead (extra [eval]). Prints one
+    JSON object.
     """
 
     module = "evaluate"
+    positional = "tasks"
 
     model: ModelPath = option("Hugging Face folder or name (org/name), instead of a run.", "")
     config: JobConfig | None = option("For --model: config with data and rewards.", None)
     samples_per_prompt: int = option("k of mean@k, pass@k and maj@k.", 1)
     temperature: float = option("0: greedy; must be above 0 for k > 1.", 0.0)
-    num_prompts: int = option("Number of prompts; 0: all.", 0)
+    num_prompts: int = option("Number of prompts, of each task; 0: all.", 0)
     seed: Natural = option("Seed of the samples.", 0)
+    tasks: tuple[str, ...] = option("Tasks of lm-eval: names, or YAML files.", ())
+    task_folder: Folder = option("With --tasks: folder with tasks of yours.", "")
+    num_fewshot: Annotated[int, Range("[-1, 1000]")] = option("Of each task; -1: its own.", -1)
+    chat: bool = option("With --tasks: prompts by the chat template.", False)
 
     def rules(self) -> Problems:
         yield from super().rules()
+        if self.tasks:
+            if self.config is not None:
+                yield "config", "--tasks have prompts and scores of their own; leave it out"
+            if self.samples_per_prompt != 1:
+                yield "samples_per_prompt", "a task says itself how often it samples; leave it out"
+            return
         if bool(self.model) != (self.config is not None):
             yield "config", "--model needs a config file with data and rewards; a run has its own"
+        for name, default in (("task_folder", ""), ("num_fewshot", -1), ("chat", False)):
+            if getattr(self, name) != default:
+                yield name, "has no effect without --tasks"
 
 
 class GenerateOptions(PolicyOptions):
@@ -115,6 +130,7 @@ class ServeOptions(PolicyOptions):
     max_waiting: Natural = option("Samples that may wait for a slot.", 256)
     chunk_steps: Annotated[int, Range("[1, 128]")] = option("Decode steps per chunk.", 8)
     draft_tokens: Annotated[int, Range("[0, 16]")] = option("Drafts per decode step; 0: none.", 0)
+    prefix_caching: bool = option("Prompts share the KV cache of equal beginnings.", True)
     dtype: Literal["", "float32", "bfloat16"] = option("For --model; empty: chosen.", "")
     tensor: Positive = option("Devices that share each layer of --model.", 1)
     warm_up_prompts: Natural = option("Prompts in one prefill; 0: no warm-up.", 1)

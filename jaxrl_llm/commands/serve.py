@@ -29,7 +29,12 @@ def main(options: ServeOptions) -> None:
     treatment = options.special_tokens
     served = server.served_model(source, options.name, options.max_tokens, treatment)
     engine = server.make_engine(
-        source, served, options.num_slots, options.chunk_steps, options.draft_tokens
+        source,
+        served,
+        options.num_slots,
+        options.chunk_steps,
+        options.draft_tokens,
+        prefix_caching=options.prefix_caching,
     )
     logging.info("reading the weights of %s", source.name)
     params = source.weights().params
@@ -39,7 +44,11 @@ def main(options: ServeOptions) -> None:
     max_prompt_tokens = served.max_tokens - 1  # room for one generated token
     filter_variants = (False, True) if options.warm_up_prompts else ()
     programs = aot_programs.warmup_programs(
-        engine.programs, options.warm_up_prompts, max_prompt_tokens, filter_variants
+        engine.programs,
+        options.warm_up_prompts,
+        max_prompt_tokens,
+        filter_variants,
+        continues=engine.prefix_caching,
     )
     del params  # else the old weights stay in memory after SIGHUP has loaded new ones
     load_weights = lambda: source.weights().params  # noqa: E731

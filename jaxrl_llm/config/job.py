@@ -18,6 +18,7 @@ from jaxrl_llm.config.logging_config import (
 )
 from jaxrl_llm.config.placement import MeshConfig, PlacementConfig
 from jaxrl_llm.config.rollout_data import (
+    VLLM_ENGINE,
     CurriculumConfig,
     DataConfig,
     DistillationConfig,
@@ -26,6 +27,7 @@ from jaxrl_llm.config.rollout_data import (
     RolloutConfig,
 )
 from jaxrl_llm.config.validation import INT32_MAX, ConfigGroup, Problems, Range
+from jaxrl_llm.config.vllm import DEFAULT_VLLM
 from jaxrl_llm.errors import ConfigError
 
 
@@ -214,7 +216,7 @@ class PolicyConfig(SupervisedConfig):
 
     # The evaluation has its own.
     unread = SupervisedConfig.unread.union(
-        f"rollout.{name}" for name in ("temperature", "top_k", "top_p", "min_p")
+        f"rollout.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "support_tokens")
     )
 
     def rules(self) -> Problems:
@@ -356,9 +358,10 @@ class RLConfig(JobConfig):
     def with_value_defaults(self, values: Mapping[str, Any]) -> Self:
         """Enables importance weights where samples may come from other weights.
 
-        That is the case for stale or quantized weights, unless another correction is set.
+        That is the case for stale or quantized weights and for vLLM, unless another correction is
+        set.
         """
-        algorithm, differs = self.algorithm, self.max_staleness or self.rollout.is_rounded
+        algorithm, differs = self.algorithm, self.max_staleness or self.rollout.differs_from_policy
         is_chosen = (values.get("algorithm") or {}).get("correction") is not None
         if is_chosen or not differs or algorithm.corrects or algorithm.old_log_probs == "rollout":
             return self
@@ -447,6 +450,12 @@ class RLConfig(JobConfig):
         if self.rollout.temperature == 0 and self.algorithm.samples_per_prompt > 1:
             message = "0 (greedy) makes all samples of a prompt the same; set it above 0"
             yield "rollout.temperature", message
+        if (size := self.rollout.support_tokens) and self.distillation.teachers:
+            message = f"{size}, but teachers' log-probs are of the whole vocabulary; set it to 0"
+            yield "rollout.support_tokens", message
+        if self.rollout.engine == VLLM_ENGINE:
+            temperatures = self.rollout.temperature, self.evaluation.temperature
+            yield from self.rollout.vllm.run_rules(*temperatures, self.trainer.schedule)
         yield from _frozen_bias_problems(self.router, self.lora)
         if self.algorithm.safe and not (self.rewards.cost_functions or self.rewards.cost_models):
             message = "algorithm.safe needs a cost: add cost_models or cost_functions"
@@ -536,9 +545,12 @@ class RLConfig(JobConfig):
             yield f"config.rewards: costs {costs} have no effect, algorithm.safe is off"
         if self.curriculum.choice and not self.data.shuffle:
             yield "config.data.shuffle: no effect, curriculum.choice says which prompts come"
+        if self.rollout.engine != VLLM_ENGINE and self.rollout.vllm != DEFAULT_VLLM:
+            yield f"config.rollout.vllm: no effect, rollout.engine is {self.rollout.engine!r}"
         yield from self._staleness_warnings()
-        if self.rollout.is_rounded and not algorithm.corrects:
-            message = "nothing corrects for samples of rounded weights or keys; use 'token'"
+        if self.rollout.differs_from_policy and not algorithm.corrects:
+            source = "rounded weights or keys" if self.rollout.is_rounded else "another program"
+            message = f"nothing corrects for samples of {source}; use 'token'"
             yield f"config.algorithm.correction: 'none', {message}"
         if algorithm.old_log_probs == "rollout" and algorithm.correction != "none":
             yield "config.algorithm.correction: weights are all 1, old_log_probs is 'rollout'"

@@ -2,6 +2,7 @@
 
 from typing import Annotated, Literal
 
+from jaxrl_llm.config.stop_condition import stop_condition
 from jaxrl_llm.config.validation import (
     ConfigGroup,
     Count,
@@ -197,6 +198,9 @@ class TrainerConfig(ConfigGroup):
     """The number of steps, the microbatches and the optimizer."""
 
     num_steps: Count = 100
+    # A condition on a metric (docs/metrics.md), for example "val-core/SOURCE/mean@1 >= 0.9": the
+    # run ends with the first step after which it holds, saved. "": only `num_steps` ends it.
+    stop_when: Name = ""
     # Per device, including padding; a hard limit.
     max_tokens_per_microbatch: Annotated[int, Range("[0, 2147483647]", "0: chosen by the plan")] = 0
     shared_prompts: Literal["auto", "off"] = "auto"  # compute the prompt of a group once
@@ -204,6 +208,12 @@ class TrainerConfig(ConfigGroup):
     # Peak learning rate of the policy's vision tower, in the warm start too; the schedule and all
     # else are the optimizer's.
     tower_learning_rate: Annotated[float, Range("[0, 1000]", "0: the tower is frozen")] = 0.0
+
+    def rules(self) -> Problems:
+        try:
+            stop_condition(self.stop_when)
+        except ValueError as error:
+            yield "stop_when", str(error)
 
 
 class RLTrainerConfig(TrainerConfig):
@@ -237,6 +247,7 @@ class RLTrainerConfig(TrainerConfig):
         return self.sampling == "async" and self.schedule == "free"
 
     def rules(self) -> Problems:
+        yield from super().rules()
         if self.schedule == "replay" and not self.schedule_file:
             yield "schedule_file", "required to replay: the schedule.jsonl of a recorded run"
         if self.schedule_file and self.schedule != "replay":

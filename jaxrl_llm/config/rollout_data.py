@@ -18,10 +18,12 @@ from jaxrl_llm.config.validation import (
     RowFiles,
     Tokens,
 )
+from jaxrl_llm.config.vllm import DEFAULT_VLLM, VllmConfig
 
 # The lowest temperature above 0 (greedy). Float32 logits have an error of about 2e-6, which at
 # lower temperatures would decide which token is sampled.
 MIN_TEMPERATURE = 1e-4
+MAX_SUPPORT_TOKENS = 1024
 NUM_PRODUCTS = 90 * 90  # pairs of two-digit numbers
 PREFILL_CHUNK_TOKENS = 2048  # chunked prefill: maximum tokens of a prompt in one pass
 Temperature = Annotated[float, Range(f"0 or [{MIN_TEMPERATURE}, 1000]", "0: greedy")]
@@ -212,20 +214,24 @@ class SpeculationConfig(ConfigGroup):
 NO_SPECULATION = SpeculationConfig()
 
 
-BUILT_IN_ENGINE = "jaxrl_llm"
+BUILT_IN_ENGINE, VLLM_ENGINE = "jaxrl_llm", "vllm"
 
 
 class RolloutConfig(ConfigGroup):
     """How responses are sampled."""
 
-    # The sampling engine: the built-in one, or your own as 'package.module:factory' or
-    # 'path/file.py:factory' (docs/custom_engine.md).
+    # The sampling engine: the built-in one, "vllm" (docs/vllm.md), or your own as
+    # 'package.module:factory' or 'path/file.py:factory' (docs/custom_engine.md).
     engine: Name = BUILT_IN_ENGINE
     max_response_tokens: Tokens = 256
     temperature: Temperature = 1.0
     top_k: Annotated[int, Range("[0, 2147483647]", "0: off")] = 0
     top_p: Annotated[float, Range("(0, 1]")] = 1.0
     min_p: Annotated[float, Range("[0, 1)")] = 0.0
+    # Draw each token among at most so many of the likeliest that top_k, top_p and min_p keep, and
+    # train with log-probs renormalized over these (the "keep sampling mask" of arXiv:2512.02556).
+    # 0: among all that they keep, while log-probs are of the whole vocabulary.
+    support_tokens: Annotated[int, Range(f"[0, {MAX_SUPPORT_TOKENS}]", "0: off")] = 0
     stop_tokens: tuple[Token, ...] = ()  # besides the tokenizer's end of sequence
     stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one
     # Never sample token ids without a text: those that the tokenizer lacks (padded vocabularies)
@@ -237,6 +243,9 @@ class RolloutConfig(ConfigGroup):
     # share count once. 0: so that all slots may hold the longest, or as many as the memory holds.
     # When it is full, the sequence that began last waits and is read again.
     cache_tokens: Annotated[int, Range("[0, 2147483647]", "0: chosen")] = 0
+    # Keys and values of a prompt's beginning are those of an earlier prompt of the step, if both
+    # have the same tokens there (a page or more). Without effect where expert routes are kept.
+    prefix_caching: bool = True
     # Decode steps between two checks by the host.
     chunk_steps: Annotated[int, Range("[1, 128]")] = 16
     dtype: Literal["compute", "float32", "bfloat16"] = "compute"
@@ -246,6 +255,12 @@ class RolloutConfig(ConfigGroup):
     # Of keys and values; "rollout": as `dtype`.
     cache_dtype: Literal["rollout", "float32", "bfloat16", "fp8"] = "rollout"
     speculation: SpeculationConfig = NO_SPECULATION
+    vllm: VllmConfig = DEFAULT_VLLM
+
+    @property
+    def differs_from_policy(self) -> bool:
+        """Whether log-probs of the engine differ from the policy's by more than its dtype."""
+        return self.is_rounded or self.engine == VLLM_ENGINE
 
     @property
     def is_rounded(self) -> bool:
@@ -253,10 +268,10 @@ class RolloutConfig(ConfigGroup):
         return self.quantization != "none" or self.cache_dtype == "fp8"
 
     def rules(self) -> Problems:
-        if self.engine != BUILT_IN_ENGINE and ":" not in self.engine:
+        if self.engine not in (BUILT_IN_ENGINE, VLLM_ENGINE) and ":" not in self.engine:
             remedy = "or your own as 'package.module:factory' or 'path/file.py:factory'"
-            message = f"unknown engine {self.engine!r}; known: {BUILT_IN_ENGINE}; {remedy}"
-            yield "engine", message
+            names = f"{BUILT_IN_ENGINE}, {VLLM_ENGINE}"
+            yield "engine", f"unknown engine {self.engine!r}; known: {names}; {remedy}"
         for name in ("stop_tokens", "stop_strings"):
             if (count := len(getattr(self, name))) > 8:
                 yield name, f"at most 8, got {count}"

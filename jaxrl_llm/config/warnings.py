@@ -22,17 +22,21 @@ def sampling_warnings(rollout: RolloutConfig) -> Iterator[str]:
 
     >>> [warning.partition(":")[0] for warning in sampling_warnings(RolloutConfig(top_p=0.9))]
     ['config.rollout.top_p']
+    >>> list(sampling_warnings(RolloutConfig(top_p=0.9, support_tokens=64)))
+    []
     """
     for name, is_on, off in (
         ("top_p", rollout.top_p < 1, "1.0"),
         ("top_k", rollout.top_k > 0, "0"),
         ("min_p", rollout.min_p > 0, "0.0"),
     ):
-        if is_on:
+        if is_on and not rollout.support_tokens:
             yield (
                 f"config.rollout.{name}: {getattr(rollout, name):g} samples from a truncated"
                 " distribution, but log-probs, ratios and KL are of the whole one, so that"
-                f" gradients are biased; use {off} in training (evaluation.top_p is apart)"
+                " gradients are biased: the samples are not the policy's; keep the tokens that each"
+                " was drawn from with rollout.support_tokens, for example 64, or use"
+                f" {off} in training (evaluation.top_p is apart)"
             )
     if rollout.temperature == 0:
         yield (

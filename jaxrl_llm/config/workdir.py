@@ -16,10 +16,11 @@ from jaxrl_llm.text import json_value
 # Settings that a resumed run may change: its length, logging and checkpoints, and the parallelism.
 # All others change the results.
 RESUMABLE = (
-    "trainer.num_steps", "evaluation", "checkpoint", "metrics", "alerts", "profiler",
+    "trainer.num_steps", "trainer.stop_when", "evaluation", "checkpoint", "metrics", "alerts",
+    "profiler",
     "trainer.max_tokens_per_microbatch", "mesh", "placement", "model.remat", "model.attention",
     "trainer.layouts", "rollout.num_slots", "rollout.cache_tokens", "rollout.chunk_steps",
-    "rollout.speculation",
+    "rollout.speculation", "rollout.prefix_caching",
     "rewards.num_workers", "rewards.timeout_s", "rewards.memory_gib", "rewards.environment",
     "rewards.ray_workers", "agent.ray_workers", "agent.num_processes", "agent.memory_gib",
     "agent.harness_timeout_s", "agent.max_harness_processes",

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.algorithms import requirements
@@ -130,8 +131,10 @@ class ForwardOutputs(NamedTuple):
     def token_statistics(self, **settings: Any) -> heads.TokenStatistics:
         """Log-probs and entropies of tokens in packed rows [R, W]; zero at unscored tokens.
 
+        They are of the distribution over the support of each token, where the microbatch has one.
         `settings` are those of `heads.token_statistics`.
         """
+        support = self.microbatch.support
         return heads.token_statistics(
             self.hidden,
             self.head_weight,
@@ -139,6 +142,7 @@ class ForwardOutputs(NamedTuple):
             self._targets,
             cap=self.network.shape.logit_cap,
             suppressed=self.network.suppressed_tokens,
+            support=support if support.shape[-1] else None,
             **settings,
         )
 
@@ -318,23 +322,28 @@ def predictor(
             )
             if models.image_feature_cache.is_trainable:
                 packed = models.image_feature_cache.with_rollout_images(packed, rollouts)
-        batch = rollouts.tokens, rollouts.lengths, packed
+
+        def with_support(mesh: Mesh) -> PackedBatch:
+            if rollouts.support is None:
+                return packed
+            return token_fields.with_fields(packed, mesh, support=rollouts.support)
+
+        batch = rollouts.tokens, rollouts.lengths
         zeros = jnp.zeros(rollouts.tokens.shape, jnp.float32)
         old, entropies, squares = jnp.asarray(rollouts.rollout_log_probs), zeros, zeros
         if not on_policy:
             with jax.set_mesh(mesh), clock("old_log_prob") as watch:
-                policy_packed = packed
+                policy_packed = with_support(mesh)
                 if replay == "rollout" and rollouts.routed_experts is not None:
                     policy_packed = token_fields.with_fields(
-                        packed, mesh, routes=rollouts.routed_experts
+                        policy_packed, mesh, routes=rollouts.routed_experts
                     )
                 records = replay == "scoring"
                 policy_outputs: Any = watch(
                     of_policy(
                         frozen.base_params,
                         state.policy.params,
-                        rollouts.tokens,
-                        rollouts.lengths,
+                        *batch,
                         policy_packed,
                         entropy="value",
                         records=records,
@@ -354,12 +363,15 @@ def predictor(
                 params = frozen.reference
                 if "reference" in config.mesh.on_host:
                     params = device_pools.to_device_memory(params)
-                reference, _, _ = watch(of_policy({}, params, *batch, entropy="none"))
+                reference_packed = with_support(meshes["reference"])
+                reference, _, _ = watch(
+                    of_policy({}, params, *batch, reference_packed, entropy="none")
+                )
         values = [zeros, zeros]
         for i, critic in enumerate((state.critic, state.cost_critic)):
             if critic.params:
                 with jax.set_mesh(meshes["critic"]), clock("values") as watch:
-                    values[i] = watch(of_critic(critic.params, *batch))
+                    values[i] = watch(of_critic(critic.params, *batch, packed))
         predictions = Predictions(
             old_log_probs=old,
             ref_log_probs=reference,

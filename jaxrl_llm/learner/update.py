@@ -245,6 +245,8 @@ def _token_fields(rollouts: Rollouts) -> dict[str, np.ndarray]:
     """The per-token fields [B, T, _] that packed rows have beside tokens, by name."""
     routes, lessons = rollouts.routed_experts, rollouts.teacher_log_probs
     fields = {} if routes is None else {"routes": routes}
+    if rollouts.support is not None:
+        fields |= {"support": rollouts.support}
     if lessons is not None:
         fields |= {"teacher_tokens": lessons.tokens, "teacher_log_probs": lessons.log_probs}
     return fields

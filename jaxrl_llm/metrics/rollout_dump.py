@@ -68,7 +68,8 @@ def token_records(
 
     Lists are over the tokens after `prompt_tokens`: `tokens`, `pieces` (their texts), `mask` (1:
     sampled by the policy), `rollout_log_probs`, `log_probs` (of the policy when the step began),
-    `advantages` and `versions`. `group` is the index of the prompt in the step.
+    `advantages` and `versions`, with `rollout.support_tokens` also `support`, the tokens among
+    which each was drawn. `group` is the index of the prompt in the step.
     """
     log_probs, advantages = (
         np.asarray(a) for a in (predictions.old_log_probs, estimates.advantages)
@@ -93,4 +94,11 @@ def token_records(
             "log_probs": log_probs[row, response],
             "advantages": advantages[row, response],
             "versions": rollouts.versions[row, response],
+            **({} if rollouts.support is None else {"support": _support(rollouts, row, response)}),
         }
+
+
+def _support(rollouts: Rollouts, row: int, response: slice) -> list[list[int]]:
+    """The support of each token, without padding."""
+    assert rollouts.support is not None
+    return [ids[ids >= 0].tolist() for ids in rollouts.support[row, response]]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.attention import soft_capped
 from jaxrl_llm.models.hf.vocabulary import TokenRanges, is_inside
@@ -162,6 +162,21 @@ def _vmap_shards(function):
 _gather = _vmap_shards(lambda row, at: row.at[at].get(mode="fill", fill_value=0.0))
 _zeroed_at = _vmap_shards(lambda row, at: row.at[at].set(0.0, mode="drop"))
 _added_at = _vmap_shards(lambda row, at, values: row.at[at].add(values, mode="drop"))
+_marked_at = _vmap_shards(lambda row, at: row.at[at].set(True, mode="drop"))
+
+
+def _support_mask(
+    logits: Float[Array, "B T outer inner chunk"],
+    support: Int[Array, "B T k"],
+    chunks: VocabChunks,
+    index: Int[Array, ""],
+) -> Bool[Array, "B T outer inner chunk"]:
+    """Which logits of a chunk belong to a place's support; all, where none is listed."""
+    everything = jnp.all(support < 0, -1)[..., None, None, None]
+    listed = _marked_at(
+        jnp.zeros(_flat_chunk(logits).shape, bool), chunks.local_indices(support, index)
+    )
+    return listed.reshape(logits.shape) | everything
 
 
 def mask_suppressed(
@@ -173,9 +188,9 @@ def mask_suppressed(
     return jnp.where(is_inside(tokens, suppressed), SUPPRESSED_LOGIT, logits)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9, 10))
 def _statistics(
-    hidden, weight, targets, valid, temperature, listed, chunk, entropy, cap, suppressed
+    hidden, weight, targets, valid, temperature, listed, support, chunk, entropy, cap, suppressed
 ):
     """`TokenStatistics` of `targets[:, t]` and `listed[:, t]` under `hidden[:, t]`."""
     return _statistics_forward(
@@ -185,6 +200,7 @@ def _statistics(
         valid,
         temperature,
         listed,
+        support,
         chunk=chunk,
         entropy=entropy,
         cap=cap,
@@ -193,7 +209,7 @@ def _statistics(
 
 
 def _statistics_forward(
-    hidden, weight, targets, valid, temperature, listed, chunk, entropy, cap, suppressed
+    hidden, weight, targets, valid, temperature, listed, support, chunk, entropy, cap, suppressed
 ):
     chunks = VocabChunks.from_weight(weight.shape[0], targets.shape, chunk)
     # Each outer shard has its own sums [B, T, outer], merged at the end: no all-reduce in the loop.
@@ -209,6 +225,9 @@ def _statistics_forward(
         index, ids = chunk_and_ids
         logits = chunk_logits(hidden, chunks.gather(rows, index), temperature, cap)
         logits = mask_suppressed(logits, ids, suppressed)
+        if support.shape[-1]:
+            in_support = _support_mask(logits, support, chunks, index)
+            logits = jnp.where(in_support, logits, SUPPRESSED_LOGIT)
         is_target = targets[..., None, None, None] == ids
         chosen = jnp.sum(jnp.where(is_target, logits, 0.0), (-2, -1))
         listed_logits, rest = listed_zeros, zeros
@@ -255,7 +274,7 @@ def _statistics_forward(
         )
         listed_logits = jnp.where(valid[..., None], listed_logits, 0.0)
     normalizers = top, log_sum, log_rest, entropies
-    residuals = (hidden, weight, targets, valid, temperature, listed, normalizers)
+    residuals = (hidden, weight, targets, valid, temperature, listed, support, normalizers)
     return TokenStatistics(log_probs, entropies, squared, listed_logits), residuals
 
 
@@ -281,7 +300,7 @@ def _merge_sums(top, chosen, total, weighted, squares, listed_logits, rest):
 
 
 def _statistics_backward(chunk, entropy, cap, suppressed, residuals, cotangents):
-    hidden, weight, targets, valid, temperature, listed, normalizers = residuals
+    hidden, weight, targets, valid, temperature, listed, support, normalizers = residuals
     log_prob_bar, entropy_bar = (
         jnp.where(valid, bar, 0.0)[..., None, None, None] for bar in cotangents[:2]
     )
@@ -305,6 +324,9 @@ def _statistics_backward(chunk, entropy, cap, suppressed, residuals, cotangents)
         index, ids = chunk_and_ids
         rows = chunks.gather(weight_rows, index)
         logits = mask_suppressed(chunk_logits(h, rows, temperature, cap), ids, suppressed)
+        if support.shape[-1]:
+            in_support = _support_mask(logits, support, chunks, index)
+            logits = jnp.where(in_support, logits, SUPPRESSED_LOGIT)
         log_p = logits - top - log_sum
         probs = jnp.exp(log_p)
         # d log_prob / d logits = target - p;  d entropy / d logits = -p (log p + entropy)
@@ -323,6 +345,8 @@ def _statistics_backward(chunk, entropy, cap, suppressed, residuals, cotangents)
             bar *= 1.0 - jnp.square(logits * (temperature / cap))
         if suppressed:  # also where the line above is infinity times zero
             bar = jnp.where(is_inside(ids, suppressed), 0.0, bar)
+        if support.shape[-1]:
+            bar = jnp.where(in_support, bar, 0.0)
         bar = bar.astype(h.dtype)
         bar = constrain(bar, "batch", "length", "vocab", None, None)
         # Each outer shard keeps its own sum: one reduction at the end instead of one per chunk.
@@ -343,6 +367,7 @@ def _statistics_backward(chunk, entropy, cap, suppressed, residuals, cotangents)
         np.zeros(valid.shape, jax.dtypes.float0),
         jnp.zeros_like(temperature),
         np.zeros(listed.shape, jax.dtypes.float0),
+        np.zeros(support.shape, jax.dtypes.float0),
     )
 
 
@@ -360,6 +385,7 @@ def token_statistics(
     entropy: EntropyMode = "gradient",
     cap: float = 0.0,
     listed: Int[Array, "B T k"] | None = None,
+    support: Int[Array, "B T s"] | None = None,
     suppressed: TokenRanges = (),
 ) -> TokenStatistics:
     """Log-probs, entropies and more of the tokens at `target_positions`, without materializing
@@ -381,11 +407,16 @@ def token_statistics(
         "likeliest" returns 0, and as sum of squares 1 for each token that is an argmax, else 0.
       cap: Logits become `cap * tanh(logit / cap)` before the temperature; 0: they stay.
       listed: Other tokens whose log-probs are computed at each place; no token twice.
+      support: Tokens that each token was sampled from, itself among them, padded with -1; others
+        have probability 0 at its place, and their logits no gradient. Where only -1 stands, the
+        support is the whole vocabulary.
       suppressed: Tokens of probability 0; all else is of the distribution over the others. Where
         one of them stands in `tokens` (an image in a prompt), results are zero.
     """
     if listed is None:
         listed = jnp.zeros((*tokens.shape, 0), jnp.int32)
+    if support is None:
+        support = jnp.zeros((*tokens.shape, 0), jnp.int32)
     temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
     targets, valid = target_positions.gather(tokens), target_positions.valid
     if suppressed:
@@ -398,6 +429,7 @@ def token_statistics(
         valid,
         temperature,
         target_positions.gather(listed),
+        target_positions.gather(support),
         chunk,
         entropy,
         cap,

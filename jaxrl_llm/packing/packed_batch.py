@@ -211,6 +211,8 @@ class Microbatch:
     previous_columns: Int[Array, "*M R scored"]  # column of the token before each of them
     # Recorded expert routes of tokens, as `Rollouts.routed_experts`; [R, W, 0]: not known.
     routes: Int[Array, "*M R W routes"]
+    # Tokens among which each was drawn, as `Rollouts.support`; [R, W, 0]: the whole vocabulary.
+    support: Int[Array, "*M R W s"]
     # Tokens and log-probs of the teacher at each token, as `types.TeacherLogProbs`; [R, W, 0]:
     # nothing.
     teacher_tokens: Int[Array, "*M R W k"]

@@ -78,6 +78,7 @@ def build_rows(
     on_host: tuple[Any, ...] = (
         segment_ids, prefix_ids, key_blocks, positions, sequences, rows, starts, beginnings,
         shared, scored, before, np.zeros((*shape, 0), np.int16),
+        np.zeros((*shape, 0), np.int32),
         np.zeros((*shape, 0), np.int32), np.zeros((*shape, 0), np.float32),
         np.zeros((*shape, 0), np.int32), np.zeros((*shape, 0), np.int32),
         np.zeros((shape[0], 0, 0), np.float32),

@@ -1,7 +1,8 @@
 """Per-token fields [B, T, n] on the host, moved to packed rows and back.
 
-They are expert routes, teachers' log-probs and image positions. They go only to the devices that
-hold the rows: unlike the rest of a batch they are too large for every device. Padding is -1.
+They are expert routes, supports, teachers' log-probs and image positions. They go only to the
+devices that hold the rows: unlike the rest of a batch they are too large for every device. Padding
+is -1.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from jaxrl_llm.sharding import multihost
 _DIMS = (None, "batch", "length", None)
 _FIELDS = (
     "routes",
+    "support",
     "teacher_tokens",
     "teacher_log_probs",
     "mrope_positions",

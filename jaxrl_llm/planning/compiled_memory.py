@@ -188,6 +188,8 @@ def abstract_packed(config: RLConfig, models: Models, num_chosen: int) -> Packed
     )
     packed = jax.tree.map(lambda a: _abstract_array(models, np.shape(a), a.dtype), packed)
     field_widths = distillation.token_field_widths(config)
+    if config.rollout.support_tokens:
+        field_widths["support"] = config.rollout.support_tokens
     if config.router.replay != "off":
         field_widths["routes"] = models.policy.num_routes
     if models.image_feature_cache is not None:

@@ -304,9 +304,9 @@ def _train(setting: RunSetting, roles: Sequence[str]) -> MemoryParts:
     batch = 1.0 * config.sequences_per_step * width * (4 + 2 * 1 + 9 * 4)
     batch += config.minibatch_size * width * 2 * 4
     if "policy" in roles:
-        batch += setting.teacher_bytes(config.minibatch_size) + vision_costs.image_feature_bytes(
-            setting
-        )
+        batch += setting.teacher_bytes(config.minibatch_size)
+        batch += setting.support_bytes(config.minibatch_size)
+        batch += vision_costs.image_feature_bytes(setting)
         batch += vision_costs.image_input_bytes(
             setting, config.minibatch_size
         ) + vision_costs.feature_gradient_bytes(setting)

@@ -272,9 +272,17 @@ class RunSetting:
 
     def teacher_bytes(self, num_sequences: int) -> float:
         """Bytes of the teachers' top log-probs for `num_sequences` sequences."""
-        settings, rows = self.config.distillation, self.rows(num_sequences)
-        positions = rows.num_microbatches * rows.rows * rows.width / self.mesh["sequence"]
-        return positions * settings.num_listed * 8 if settings.teachers else 0.0
+        settings = self.config.distillation
+        size = settings.num_listed * 8 if settings.teachers else 0
+        return self._num_positions(num_sequences) * size
+
+    def support_bytes(self, num_sequences: int) -> float:
+        """Bytes of the supports of tokens for `num_sequences` sequences."""
+        return self._num_positions(num_sequences) * self.config.rollout.support_tokens * 4
+
+    def _num_positions(self, num_sequences: int) -> float:
+        rows = self.rows(num_sequences)
+        return rows.num_microbatches * rows.rows * rows.width / self.mesh["sequence"]
 
     def cache_bytes(self, rows: int, width: float) -> float:
         """Bytes of the KV cache of `rows` sequences of `width` tokens."""

@@ -37,6 +37,7 @@ class Capabilities:
 
     multi_process: bool = False  # the same samples on every process of a run of several
     filtered_sampling: bool = False  # top_k, top_p, min_p
+    sampling_support: bool = False  # rollout.support_tokens
     stop_strings: bool = False
     speculation: bool = False  # rollout.speculation
     low_precision: bool = False  # rollout.quantization, rollout.cache_dtype="fp8"
@@ -62,6 +63,7 @@ class EngineArgs:
     keeps_routes: bool = False  # completions report the experts of each token
     cache_tokens: int = 0  # KV cache of all slots; 0: `num_slots` times `max_tokens`
     prompt_shapes: Sequence[RowShape] = ()  # prefill batches (rows, width) to compile for
+    prefix_caching: bool = False  # prompts share keys and values of their common beginnings
 
     @property
     def limits(self) -> RequestLimits:
@@ -81,8 +83,11 @@ class SamplingEngine(Protocol):
         sample continues as a new request (prompt and tokens so far, same key), a resumed run
         repeats itself, and `sampling="async"` without staleness gives the samples of "sync".
       Log-probs: of the sampled token under the whole vocabulary at the sampling temperature (1 for
-        greedy), before top_k, top_p and min_p, without `network.suppressed_tokens`. Importance
-        weights and `training/rollout_probs_diff_mean` compare them with the policy's own.
+        greedy), before top_k, top_p and min_p, without `network.suppressed_tokens`; of logits with
+        bias, penalties and bans; with a grammar over the tokens that it allows. With
+        `support_tokens` they are renormalized over the support, which `Completion.support` reports.
+        Importance weights and `training/rollout_probs_diff_mean` compare them with the policy's
+        own.
       Versions: each token carries the `version` of the `step` that drew it.
     """
 
@@ -131,7 +136,10 @@ class SamplingEngine(Protocol):
         ...
 
     def abort(self, number: int, /) -> list[Completion]:
-        """Ends a request; returns its completions so far, [] if it has ended."""
+        """Ends a request; returns its completions so far, [] if it has ended.
+
+        A completion that ended with tokens that come only now has the `finish_reason` of its end.
+        """
         ...
 
     def completions(self, number: int, /) -> list[Completion]:
@@ -181,11 +189,22 @@ class WeightsReceiver(Protocol):
 
 
 @runtime_checkable
+class ClosableEngine(Protocol):
+    """An engine that holds a process or a connection, to be closed after the run. Optional."""
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
 class PrecompiledEngine(Protocol):
     """An engine whose programs compile in threads before the first step. Optional."""
 
     def programs_to_compile(
-        self, params: Params, filters: Sequence[bool], continues: bool = False
+        self,
+        params: Params,
+        filters: Sequence[bool],
+        continues: bool = False,
+        support_tokens: int = 0,
     ) -> Mapping[str, Callable[[], None]]:
         """Returns by name the functions that compile the programs of a run.
 
@@ -193,6 +212,7 @@ class PrecompiledEngine(Protocol):
           params: Rollout weights; shapes, dtypes and shardings suffice.
           filters: The values of `SamplingParams.is_filtered` in the run.
           continues: Whether requests continue finished samples (agents).
+          support_tokens: `SamplingParams.support_tokens` of the run; not passed if 0.
         """
         ...
 

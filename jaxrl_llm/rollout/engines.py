@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxrl_llm.algorithms import lookup
-from jaxrl_llm.config import ConfigError, RLConfig
-from jaxrl_llm.config.rollout_data import BUILT_IN_ENGINE
+from jaxrl_llm.config import ConfigError, RLConfig, RolloutConfig
+from jaxrl_llm.config.rollout_data import BUILT_IN_ENGINE, VLLM_ENGINE
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.rollout.engine_api import Capabilities, EngineArgs, EngineFactory, SamplingEngine
+from jaxrl_llm.rollout.vllm_engine.engine import VllmEngine
 
 _SETTING = "config.rollout.engine"
 _MEMBERS = tuple(name for name in vars(SamplingEngine) if not name.startswith("_"))
@@ -24,7 +25,7 @@ class _BuiltIn:
         return Engine(**vars(args))
 
 
-ENGINES: Mapping[str, EngineFactory] = {BUILT_IN_ENGINE: _BuiltIn()}
+ENGINES: Mapping[str, EngineFactory] = {BUILT_IN_ENGINE: _BuiltIn(), VLLM_ENGINE: VllmEngine}
 
 
 def factory(name: str) -> EngineFactory:
@@ -51,13 +52,16 @@ def capabilities(factory: EngineFactory) -> Capabilities:
     return getattr(factory, "capabilities", Capabilities())
 
 
-def build(name: str, args: EngineArgs) -> SamplingEngine:
+def build(rollout: RolloutConfig, args: EngineArgs) -> SamplingEngine:
     """Returns the engine that `rollout.engine` names.
 
     Raises:
       ConfigError: As `factory`; if building fails, or the engine lacks a member of the protocol.
     """
+    name = rollout.engine
     make = factory(name)
+    if name == VLLM_ENGINE:
+        return VllmEngine(args, rollout.vllm)
     if name in ENGINES:
         return make(args)
     try:
@@ -110,6 +114,9 @@ def _needs(
     for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         if (value := getattr(rollout, name)) != off:
             yield "filtered_sampling", setting(f"rollout.{name}", value), f"set it to {off}"
+    if support_tokens := rollout.support_tokens:
+        where = setting("rollout.support_tokens", support_tokens)
+        yield "sampling_support", where, "set it to 0"
     if evaluation.is_enabled and evaluation.top_p != 1.0:
         where = setting("evaluation.top_p", evaluation.top_p)
         yield "filtered_sampling", where, "set it to 1.0"

@@ -80,6 +80,8 @@ class EpisodeSequence:
     versions: list[int] = dataclasses.field(default_factory=list)
     stopped: bool = False
     routes: np.ndarray | None = None  # of prompt and tokens, see `Rollouts.routed_experts`
+    # [tokens, support_tokens], of `tokens`, see `Rollouts.support`
+    support: np.ndarray | None = None
     last_turn: tuple[int, int] = (0, 0)  # its last turn: request number, index of the sample in it
 
     @property
@@ -100,6 +102,8 @@ class EpisodeSequence:
         self.stopped = sampled.is_stopped
         if sampled.routes:
             self.routes = np.concatenate(sampled.routes)[: len(self.prompt) + len(self.tokens)]
+        if sampled.support:
+            self._append_support(np.concatenate(sampled.support)[: len(sampled.tokens)])
 
     def append_reply(self, tokens: Several[int], images: Several[PromptImage] = ()) -> None:
         """Appends the reply to a turn; image positions are relative to `tokens`."""
@@ -109,6 +113,12 @@ class EpisodeSequence:
         self.sampled += [False] * count
         self.log_probs += [0.0] * count
         self.versions += [0] * count
+        if self.support is not None:
+            self._append_support(np.full((count, self.support.shape[1]), -1, np.int32))
+
+    def _append_support(self, support: np.ndarray) -> None:
+        parts = [support] if self.support is None else [self.support, support]
+        self.support = np.concatenate(parts)
 
     def routes_so_far(self) -> np.ndarray | None:
         """Expert routes of all tokens so far, -1 where unknown."""
@@ -188,14 +198,22 @@ class EpisodeRunner:
         while self.is_running:
             yield from self.step(weights, ahead=self._world is None)
 
-    def pause(self) -> None:
-        """Interrupts all sampling without losing a token, until `resume`."""
+    def pause(self) -> list[int]:
+        """Interrupts all sampling of single-turn episodes without losing a token, until `resume`.
+
+        Returns the episodes that ended with their last tokens.
+        """
         running, self._running = self._running, {}
         for request in dict.fromkeys(request for request, _ in running):
             self._engine.abort(request)
+        ended = []
         for sequence, sampled in running.values():
             sequence.append_turn(sampled)
-            self._paused[sequence.episode] = sequence
+            if sampled.finish_reason in ("stop", "length"):
+                ended.append(sequence.episode)
+            else:
+                self._paused[sequence.episode] = sequence
+        return ended
 
     def resume(self, *, restart: bool = False) -> None:
         """Resumes paused episodes; the weights of the next step recompute their KV cache.

@@ -28,6 +28,7 @@ def sampling_params(config: RolloutConfig, eos_tokens: Sequence[int]) -> Samplin
         top_k=config.top_k,
         top_p=config.top_p,
         min_p=config.min_p,
+        support_tokens=config.support_tokens,
         stop_tokens=tuple(dict.fromkeys((*eos_tokens, *config.stop_tokens))),
         stop_strings=config.stop_strings,
     )
@@ -131,6 +132,9 @@ def to_rollouts(
         routed_experts=np.full((*shape, num_routes), -1, ROUTE_DTYPE)
         if (num_routes := engine.limits.num_routes)
         else None,
+        support=np.full((*shape, max_support), -1, np.int32)
+        if (max_support := max(s.params.support_tokens for s in sequences))
+        else None,
         episode_logs=tuple(logs[s.episode] for s in sequences) if logs else (),
         images=tuple(s.images for s in sequences),
     )
@@ -142,6 +146,8 @@ def to_rollouts(
         rollouts.versions[row, response] = s.versions
         if rollouts.routed_experts is not None and s.routes is not None:
             rollouts.routed_experts[row, : len(s.routes)] = s.routes
+        if rollouts.support is not None and s.support is not None:
+            rollouts.support[row, response, : s.support.shape[1]] = s.support
     return rollouts
 
 

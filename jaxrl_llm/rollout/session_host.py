@@ -29,6 +29,7 @@ class SessionRequest:
     stop_tokens: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     num_top_log_probs: int = 0
+    num_prompt_top: int | None = None  # as of an engine request
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "SessionRequest":

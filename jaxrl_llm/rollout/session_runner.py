@@ -43,18 +43,25 @@ class SessionSample:
     earlier: Completion = dataclasses.field(default_factory=Completion)
     latest: Completion = dataclasses.field(default_factory=Completion)
     engine_sample: tuple[int, int] = (-1, -1)  # engine request, index in it
+    num_reported: int = 0  # tokens of `latest` that were delivered
 
     @property
     def completion(self) -> Completion:
         """All that is sampled so far."""
         earlier, latest = self.earlier, self.latest
+        support = [
+            np.concatenate(part.support)[: len(part.tokens)]
+            for part in (earlier, latest)
+            if part.support
+        ]
         return Completion(
-            earlier.tokens + latest.tokens,
-            earlier.log_probs + latest.log_probs,
-            earlier.versions + latest.versions,
-            earlier.top_log_probs + latest.top_log_probs,
-            latest.finish_reason,
-            latest.routes or earlier.routes,  # of an engine request: those of its prompt too
+            tokens=earlier.tokens + latest.tokens,
+            log_probs=earlier.log_probs + latest.log_probs,
+            versions=earlier.versions + latest.versions,
+            top_log_probs=earlier.top_log_probs + latest.top_log_probs,
+            support=support,
+            finish_reason=latest.finish_reason,
+            routes=latest.routes or earlier.routes,  # of an engine request: its prompt's too
         )
 
     def known_routes(self, num_tokens: int) -> np.ndarray | None:
@@ -156,14 +163,18 @@ class SessionRunner:
         while self.is_running:
             yield from self.step(weights)
 
-    def pause(self) -> None:
-        """Interrupts all sampling without losing a token, until `resume`."""
-        running, self._running = list(self._running.values()), {}
-        for number in dict.fromkeys(sample.engine_sample[0] for sample in running):
+    def pause(self) -> list[int]:
+        """Interrupts all sampling without losing a token, until `resume`; no episode ends by it."""
+        for number in dict.fromkeys(number for number, _ in self._running):
             self._engine.abort(number)
-        for sample in running:
-            sample.earlier, sample.latest = sample.completion, Completion()
-        self._paused += running
+        for sample in list(self._running.values()):
+            self._deliver_unreported(sample)
+            if sample.engine_sample in self._running:
+                sample.earlier, sample.latest = sample.completion, Completion()
+                sample.num_reported = 0
+                self._paused.append(sample)
+        self._running = {}
+        return []
 
     def resume(self, *, restart: bool = False) -> None:
         """Resumes paused samples; the weights of the next step recompute their KV cache.
@@ -195,10 +206,28 @@ class SessionRunner:
         del self._keys[episode]
         return self.sequences.pop(episode), self.logs.pop(episode)
 
+    def _deliver_unreported(self, sample: SessionSample) -> None:
+        """Handles tokens that the engine had sampled when it was interrupted, and not reported."""
+        latest = sample.latest
+        new = slice(sample.num_reported, len(latest.tokens))
+        has_ended = latest.finish_reason in ("stop", "length")
+        if latest.tokens[new] or has_ended:
+            self._handle_progress(
+                Progress(
+                    *sample.engine_sample,
+                    tokens=tuple(latest.tokens[new]),
+                    log_probs=tuple(latest.log_probs[new]),
+                    versions=tuple(latest.versions[new]),
+                    top_log_probs=tuple(latest.top_log_probs[new]),
+                    finish_reason=latest.finish_reason if has_ended else "",
+                )
+            )
+
     def _handle_progress(self, progress: Progress) -> None:
         sample = self._running.get((progress.request, progress.sample))
         if sample is None:
             return
+        sample.num_reported += len(progress.tokens)
         if progress.finish_reason:
             del self._running[progress.request, progress.sample]
             self._recorders[sample.episode].record(
@@ -258,6 +287,8 @@ class SessionRunner:
             retains_pages=True,
             continues=sequence.last_turn if sequence is not None and is_alone else None,
             num_partial=num_partial,
+            # reported with the first token, before which it may have been paused
+            num_prompt_top=None if num_partial else first.request.num_prompt_top,
         )
         number = self._engine.submit(request)
         completions = self._engine.completions(number)

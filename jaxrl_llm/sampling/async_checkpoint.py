@@ -70,7 +70,7 @@ def from_text(
 
 def sequence_fields(sequence: episode_runner.EpisodeSequence) -> dict[str, Any]:
     """A sequence as values of a message, without prompt, sampling parameters and images."""
-    routes = sequence.routes
+    routes, support = sequence.routes, sequence.support
     return {
         **{
             key: np.array(getattr(sequence, field), dtype).tobytes()
@@ -80,6 +80,8 @@ def sequence_fields(sequence: episode_runner.EpisodeSequence) -> dict[str, Any]:
         "stopped": sequence.stopped,
         "num_routes": 0 if routes is None else routes.shape[1],
         "routes": b"" if routes is None else routes.astype(ROUTE_DTYPE).tobytes(),
+        "max_support": 0 if support is None else support.shape[1],
+        "support": b"" if support is None else support.astype(np.int32).tobytes(),
     }
 
 
@@ -93,6 +95,9 @@ def sequence_from_fields(
     routes = None
     if saved["num_routes"]:
         routes = np.frombuffer(saved["routes"], ROUTE_DTYPE).reshape(-1, saved["num_routes"])
+    support = None
+    if size := saved.get("max_support", 0):  # checkpoints of earlier versions have none
+        support = np.frombuffer(saved["support"], np.int32).reshape(-1, size)
     return episode_runner.EpisodeSequence(
         episode=episode,
         prompt=prompt,
@@ -100,5 +105,6 @@ def sequence_from_fields(
         key=np.array(saved["key"], np.uint32),
         stopped=saved["stopped"],
         routes=routes,
+        support=support,
         **columns,
     )

@@ -176,7 +176,7 @@ class AsyncSource(SyncSource):
             self._engine.reset()
             self._restored = False
         else:
-            self._runner.pause()
+            self._record_ended(self._runner.pause())
         # With "drain" the older weights that should have finished them no longer exist.
         self._runner.resume(restart=self._config.trainer.new_weights == "drain")
 
@@ -189,7 +189,7 @@ class AsyncSource(SyncSource):
         ):
             return
         if mode == "recompute":
-            self._runner.pause()
+            self._record_ended(self._runner.pause())
             self._runner.resume()
         self._engine_weights = newest
 
@@ -227,23 +227,23 @@ class AsyncSource(SyncSource):
             self._runner.start(prompt, number * n, keys[place * n : (place + 1) * n])
 
     def _decode_chunk(self, *, ahead: bool = False, wait: bool = True) -> None:
-        """Decodes one chunk; starts scoring the groups that it completes.
-
-        `wait`: for an agent, if there is nothing to sample.
-        """
+        """Decodes one chunk; `wait`: for an agent, if there is nothing to sample."""
         runner, weights = self._runner, self._current_weights
         with self._staleness.time_generation():
             if isinstance(runner, SessionRunner):
-                ended = runner.step(weights, wait=wait)
+                self._record_ended(runner.step(weights, wait=wait))
             else:
-                ended = runner.step(weights, ahead=ahead)
-            for episode in ended:
-                number = episode // len(self._sampling_params)
-                self._groups[number].num_unfinished -= 1
-                if not self._groups[number].num_unfinished:
-                    self._finished.append(number)
-                    if self._begin_scoring is not None:
-                        self._begin_scoring(self._group_rollouts(number), 0)
+                self._record_ended(runner.step(weights, ahead=ahead))
+
+    def _record_ended(self, episodes_ended: Sequence[int]) -> None:
+        """Counts samples that ended; starts scoring the groups that they complete."""
+        for episode in episodes_ended:
+            number = episode // len(self._sampling_params)
+            self._groups[number].num_unfinished -= 1
+            if not self._groups[number].num_unfinished:
+                self._finished.append(number)
+                if self._begin_scoring is not None:
+                    self._begin_scoring(self._group_rollouts(number), 0)
 
     def _sample_wave(
         self, weights: Weights, num_prompts: int, wave: int, key: jax.Array, clock: Clock

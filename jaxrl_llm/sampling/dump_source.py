@@ -113,7 +113,13 @@ def read_dump(
         if not all("prompt_tokens" in row for row in rows):
             remedy = "write dumps with --config.metrics.rollout_tokens=True"
             raise dump_error("holds no tokens", remedy)
-        samples = _scored_rollouts(rows, config.max_sequence_tokens, width)
+        if any(("support" in row) != bool(config.rollout.support_tokens) for row in rows):
+            setting = f"rollout.support_tokens={config.rollout.support_tokens}"
+            problem = f"its run did not sample with {setting}, as this one learns"
+            raise dump_error(problem, "set rollout.support_tokens as in its run")
+        samples = _scored_rollouts(
+            rows, config.max_sequence_tokens, width, config.rollout.support_tokens
+        )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
@@ -130,6 +136,10 @@ def read_dump(
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         problem = f"the token {tokens.max()} is not among the model's {vocab_size}"
         raise dump_error(problem, "use the model of its run")
+    if (support := samples.rollouts.support) is not None:
+        is_outside = (support != tokens[..., None]).all(-1) & samples.rollouts.response_mask
+        if support.max() >= vocab_size or (support < -1).any() or is_outside.any():
+            raise dump_error("a token is not in its support", "use a file that a run wrote")
     impossible = np.asarray(is_inside(jnp.asarray(tokens), suppressed))
     if (sampled := tokens[impossible & samples.rollouts.response_mask]).size:
         problem = (
@@ -140,9 +150,12 @@ def read_dump(
 
 
 def _scored_rollouts(
-    rows: Sequence[Mapping[str, Any]], max_tokens: int, width: int
+    rows: Sequence[Mapping[str, Any]], max_tokens: int, width: int, support_tokens: int
 ) -> ScoredRollouts:
-    """Builds the rollouts of a dump's rows, padded for sequences of up to `max_tokens` tokens."""
+    """Builds the rollouts of a dump's rows, padded for sequences of up to `max_tokens` tokens.
+
+    With `support_tokens` they have supports of at most that size.
+    """
     groups = sorted({row["group"] for row in rows})
     first_rows = {group: next(r for r in rows if r["group"] == group) for group in groups}
     prompts = tuple(
@@ -174,8 +187,16 @@ def _scored_rollouts(
     tokens = token_field("tokens", np.int32)
     for row_index, row in enumerate(rows):
         tokens[row_index, : len(row["prompt_tokens"])] = row["prompt_tokens"]
+    support = None
+    if support_tokens:
+        support = np.full((*tokens.shape, support_tokens), -1, np.int32)
+        for row_index, row in enumerate(rows):
+            begin = len(row["prompt_tokens"])
+            for position, ids in enumerate(row["support"], begin):
+                support[row_index, position, : len(ids)] = ids
     rollouts = Rollouts(
         tokens=tokens,
+        support=support,
         response_mask=token_field("mask", bool),
         rollout_log_probs=token_field("rollout_log_probs", np.float32),
         versions=token_field("versions", np.int32),

@@ -11,7 +11,8 @@ import jax
 from absl import logging
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.config import RLConfig, RolloutConfig
+from jaxrl_llm.config import ConfigError, RLConfig, RolloutConfig
+from jaxrl_llm.config.rollout_data import BUILT_IN_ENGINE
 from jaxrl_llm.learner import job_models
 from jaxrl_llm.learner.job_models import Models
 from jaxrl_llm.metrics.timers import Clock
@@ -20,7 +21,7 @@ from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import engines, episodes
 from jaxrl_llm.rollout.engine import host_inputs, kv_cache
 from jaxrl_llm.rollout.engine.requests import EngineStatistics, SamplingParams
-from jaxrl_llm.rollout.engine_api import EngineArgs, SamplingEngine
+from jaxrl_llm.rollout.engine_api import ClosableEngine, EngineArgs, SamplingEngine
 from jaxrl_llm.rollout.episode_runner import EpisodeEnvironment
 from jaxrl_llm.rollout.session_host import SessionHost
 from jaxrl_llm.rollout.session_runner import session_rollouts
@@ -138,6 +139,11 @@ class PolicySampler:
         if self.resharder.mesh.devices.flat[0].platform == "cpu" and freed >= _MIN_TRIM_BYTES:
             _trim_memory()
 
+    def close(self) -> None:
+        """Ends the process or connection that the engine may hold."""
+        if isinstance(self.engine, ClosableEngine):
+            self.engine.close()
+
     def metrics(self) -> dict[str, float]:
         """Metrics of resharding: bytes moved and temporary memory."""
         metrics = self.resharder.report().metrics()
@@ -173,7 +179,13 @@ def check(config: RLConfig, models: Models) -> None:
         reads_images=models.image_feature_cache is not None,
         num_processes=jax.process_count(),
     )
-    if config.rollout.engine not in engines.ENGINES:
+    size, vocab_size = config.rollout.support_tokens, models.policy.shape.vocab_size
+    if size > vocab_size:
+        raise ConfigError(
+            f"config.rollout.support_tokens: {size}, but the model has {vocab_size} tokens; use"
+            " less, or 0"
+        )
+    if config.rollout.engine != BUILT_IN_ENGINE:
         make_sampler(config, models, {})
 
 
@@ -219,10 +231,11 @@ def make_sampler(
         cache_tokens=config.rollout.cache_tokens or fitting,
         decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         prompt_shapes=shapes,
+        prefix_caching=config.rollout.prefix_caching,
     )
     return PolicySampler(
         models=models,
-        engine=engines.build(config.rollout.engine, args),
+        engine=engines.build(config.rollout, args),
         engine_args=args,
         resharder=resharder(policy, network, device_pools.staging_mesh(mesh, target), layout),
         base=base,

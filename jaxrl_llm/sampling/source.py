@@ -94,7 +94,7 @@ class SyncSource:
         self._has_baseline = requirements.requirements(algorithm).greedy_baseline
         sampling_params = episodes.sampling_params(config.rollout, sampler.models.eos_tokens)
         greedy_params = dataclasses.replace(
-            sampling_params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0
+            sampling_params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, support_tokens=0
         )
         self._sampling_params = [sampling_params] * algorithm.samples_per_prompt + [
             greedy_params
@@ -168,7 +168,10 @@ class SyncSource:
         with clock("reward"):
             rewards = score_episodes(self._score, rollouts)
         if jax.process_count() > 1:
-            names = ("tokens", "response_mask", "rollout_log_probs", "responses", "routed_experts")
+            names = (
+                *("tokens", "response_mask", "rollout_log_probs", "responses"),
+                *("routed_experts", "support"),
+            )
             sampled = {f"the {name}": getattr(rollouts, name) for name in names}
             multihost.assert_equal("sampled", {**sampled, "the rewards": rewards})
         if self._has_baseline:

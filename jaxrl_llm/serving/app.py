@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextvars
 import functools
+import importlib.metadata
 import operator
 import reprlib
 import time
@@ -19,6 +20,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrl_llm.agents.tools import special_tokens
+from jaxrl_llm.rollout.engine.grammars import Grammar, GrammarError
+from jaxrl_llm.rollout.structured_outputs import GrammarSource
 from jaxrl_llm.serving import fields, messages_api, replies
 from jaxrl_llm.serving.chat import ChatBody
 from jaxrl_llm.serving.driver import RejectReason, RequestDriver, RequestRejected, SampleEvent
@@ -39,10 +42,16 @@ from jaxrl_llm.serving.replies import (
     SampleDelta,
     TokenNames,
 )
+from jaxrl_llm.serving.responses_api.body import ResponseRequest, ResponsesBody
+from jaxrl_llm.serving.responses_api.events import ResponsesFormat
+from jaxrl_llm.serving.responses_api.fields import PATH as RESPONSES_PATH
+from jaxrl_llm.serving.responses_api.store import ResponseStore, storage_routes
 from jaxrl_llm.serving.tokenization import DetokenizeBody, TokenizeBody, tokenize_reply
 from jaxrl_llm.serving.tool_call_stream import StreamedCall, ToolCallStream, thinking_marks
 
 _T = TypeVar("_T")
+
+GRAMMAR_S = 10.0  # in which a request's grammar has to be compiled
 
 # The reply to each reason of the driver to reject: status, OpenAI's error type and code, headers.
 _REFUSALS: Mapping[RejectReason, tuple[int, str, str, Mapping[str, str]]] = {
@@ -61,6 +70,7 @@ def make_app(
     request_s: float = 600.0,
     body_bytes: int = 2**20,
     body_s: float = 30.0,
+    store_bytes: int = 2**26,
 ) -> fastapi.FastAPI:
     """The ASGI application of a server; `driver` must call its listeners in the same event loop.
 
@@ -71,22 +81,40 @@ def make_app(
       request_s: Time limit of a request in seconds, from acceptance to the last token.
       body_bytes: Largest request body.
       body_s: Seconds in which the body has to arrive.
+      store_bytes: Memory for stored responses of the Responses API.
     """
     app = fastapi.FastAPI(title="jaxrl_llm", docs_url=None, redoc_url=None)
-    token_names = TokenNames(served.tokenizer)
+    token_names, store = TokenNames(served.tokenizer), ResponseStore(store_bytes)
     start_request = functools.partial(
         _ActiveRequest, driver, metrics, request_s, _Detokenizers(served)
     )
     # Long texts take long to tokenize, which would block the event loop. One thread, because a
     # tokenizer is not thread-safe.
     tokenizer_thread = concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
+    # llguidance bounds its work, but a large schema takes a second. Not in the thread above: the
+    # requests without a grammar do not wait.
+    grammar_threads = concurrent.futures.ThreadPoolExecutor(2, "grammars")
     model_card = {"id": served.name, "object": "model", "created": int(time.time())}
     model_card |= {"owned_by": "jaxrl_llm", "max_model_len": served.max_tokens}
+    model_card |= {"root": served.name, "parent": None, "permission": []}
 
     def in_tokenizer_thread(function: Callable[..., _T], *arguments: Any) -> Awaitable[_T]:
         run = contextvars.copy_context().run  # a session is a context variable
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(tokenizer_thread, run, function, *arguments)
+
+    async def compiled_grammar(source: GrammarSource) -> Grammar:
+        """The compiled constraint of a reply; an `ApiError` if there is none, or it takes long."""
+        task = asyncio.get_running_loop().run_in_executor(
+            grammar_threads, served.grammars.compile, source
+        )
+        try:
+            return await asyncio.wait_for(task, GRAMMAR_S)
+        except TimeoutError:
+            message = f"its grammar is not compiled after {GRAMMAR_S:g} s; simplify it"
+            raise ApiError(400, f"{source.setting}: {message}", param=source.setting) from None
+        except GrammarError as error:
+            raise ApiError(400, str(error), param=source.setting) from error
 
     def check_model(name: str) -> None:
         if name != served.name and not served.answers_any_name:
@@ -95,12 +123,15 @@ def make_app(
 
     async def answer(
         request: fastapi.Request,
-        body: CompletionBody | ChatBody | MessagesBody,
+        body: CompletionBody | ChatBody | MessagesBody | ResponseRequest,
         make_format: Callable[[GenerationRequest], ReplyFormat],
     ) -> Response:
         """The reply, or its event stream; the engine is already working on it."""
         check_model(body.model)
         generation = await in_tokenizer_thread(body.generation_request, served)
+        if generation.grammar_source is not None:
+            grammar = await compiled_grammar(generation.grammar_source)
+            generation = generation.with_grammar(grammar)
         reply_format, active = make_format(generation), start_request(generation)
         if body.stream:
             return _EventStream(_server_sent(active, reply_format), active)
@@ -138,6 +169,21 @@ def make_app(
         check_model(body.model)
         return {"input_tokens": await in_tokenizer_thread(body.num_tokens, served)}
 
+    @app.post(RESPONSES_PATH)
+    async def responses(body: ResponsesBody, request: fastapi.Request) -> Response:
+        turn = ResponseRequest.from_body(body, store)
+        make_format = functools.partial(ResponsesFormat, token_names, store, turn)
+        return await answer(request, turn, make_format)
+
+    @app.post(f"{RESPONSES_PATH}/input_tokens")
+    async def input_tokens(body: ResponsesBody) -> dict[str, Any]:
+        check_model(body.model)
+        turn = ResponseRequest.from_body(body, store)
+        count = await in_tokenizer_thread(turn.num_tokens, served)
+        return {"object": "response.input_tokens", "input_tokens": count}
+
+    app.include_router(storage_routes(store))
+
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         check_model(body.model or served.name)
@@ -161,6 +207,10 @@ def make_app(
     async def health() -> JSONResponse:
         state = driver.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": importlib.metadata.version("jaxrl_llm")}
 
     @app.get("/metrics")
     async def prometheus() -> Response:
@@ -222,7 +272,7 @@ class _Detokenizers:
         needs_special = expected and (expected.call_format or self._hides_marks)
         decode = self._with_special if needs_special else self._plain
         return [
-            IncrementalDetokenizer(decode, p.stop_tokens, p.stop_strings)
+            IncrementalDetokenizer(decode, p.stop_tokens, p.stop_strings, p.min_tokens)
             for p in generation.sampling_params
         ]
 
@@ -315,7 +365,10 @@ class _ActiveRequest:
                 calls=calls,
                 reasoning=reasoning,
                 stop_string=transcripts[index].stop_string,
+                prompt_log_probs=(progress.prompt_log_probs,) if progress.prompt_log_probs else (),
             )
+            if self.generation.is_prompt_only:
+                piece = SampleDelta(finish_reason="length", prompt_log_probs=piece.prompt_log_probs)
             yield index, piece
 
 
@@ -397,7 +450,9 @@ def _as_api_error(error: Exception) -> ApiError:
     furthest = max(
         (each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]), key=_error_depth
     )
-    keys = _body_keys(error.body, furthest["loc"][1:], furthest["type"] == "missing")
+    keys = [str(part) for part in furthest["loc"][1:]]
+    if furthest["loc"][0] == "body":
+        keys = _body_keys(error.body, furthest["loc"][1:], furthest["type"] == "missing")
     is_unknown = furthest["type"] == "extra_forbidden"  # within a nested object
     message = "no such field" if is_unknown else furthest["msg"].removeprefix("Value error, ")
     value = furthest.get("input")

@@ -1,5 +1,6 @@
 """The request body of OpenAI's chat completions, with tools and images."""
 
+import functools
 import inspect
 import itertools
 import json
@@ -13,12 +14,23 @@ from transformers import PreTrainedTokenizerBase
 from jaxrl_llm.agents.episode import call_id
 from jaxrl_llm.agents.template_delta import with_json_arguments
 from jaxrl_llm.agents.tool_call_arguments import schemas_of
+from jaxrl_llm.agents.tool_call_formats import FORMATS
+from jaxrl_llm.agents.tool_call_grammars import (
+    AllowedTool,
+    Call,
+    CallGrammarError,
+    RenderCalls,
+    call_grammar,
+)
 from jaxrl_llm.agents.tool_call_scanner import open_thinking_mark
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.images import expand_tokens
 from jaxrl_llm.data.tokenizer import Message
+from jaxrl_llm.rollout.engine.grammars import GrammarError
+from jaxrl_llm.rollout.structured_outputs import GrammarSource
 from jaxrl_llm.serving import fields
+from jaxrl_llm.serving.constraints import ReplyMarks, ResponseFormat, reply_grammar
 from jaxrl_llm.serving.fields import Strict
 from jaxrl_llm.serving.protocol import (
     FAIL_FAST,
@@ -160,6 +172,7 @@ class FunctionDefinition(Strict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None  # the arguments of every call are valid by the schema
 
 
 class Tool(Strict):
@@ -168,6 +181,11 @@ class Tool(Strict):
     rules = fields.TOOL
     type: Literal["function"]
     function: FunctionDefinition
+
+    def call_schema(self, required: bool) -> dict[str, Any]:
+        """The schema of arguments: its own if it is strict or `required`, else of any object."""
+        schema = self.function.parameters or {}
+        return schema if self.function.strict or required else {}
 
     @property
     def template_schema(self) -> dict[str, Any]:
@@ -203,6 +221,8 @@ class RenderedPrompt(NamedTuple):
     call_start: str  # behind it: the beginning of a call that is forced
     tokens: tuple[int, ...]  # of both, with placeholders of images expanded
     images: tuple[PromptImage, ...]
+    # Renders calls of tools behind the dialogue; returns the text from its end on.
+    render_calls: RenderCalls
 
 
 class ChatBody(Body):
@@ -212,6 +232,7 @@ class ChatBody(Body):
     messages: Annotated[list[ChatMessage], FAIL_FAST] = Field(min_length=1)
     max_tokens: PositiveCount | None = None
     max_completion_tokens: PositiveCount | None = None
+    response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogProbs | None = None
     tools: Annotated[list[Tool], FAIL_FAST] | None = Field(None, max_length=MAX_TOOLS)
@@ -222,6 +243,7 @@ class ChatBody(Body):
     verbosity: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None  # false: thinking is dropped from the reply
+    prompt_logprobs: TopLogProbs | None = None  # vLLM's
 
     @pydantic.model_validator(mode="after")
     def _check_top_logprobs(self) -> "ChatBody":
@@ -309,7 +331,8 @@ class ChatBody(Body):
             tokens, images = expand_tokens(served.image_processor, tokens, images, "messages")
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
-        return RenderedPrompt(text, call_start, tokens, tuple(images))
+        render_calls = functools.partial(_rendered_calls, served, messages, options, text)
+        return RenderedPrompt(text, call_start, tokens, tuple(images), render_calls)
 
     def generation_request(self, served: ServedModel) -> GenerationRequest:
         prompt = self.rendered_prompt(served)
@@ -319,6 +342,10 @@ class ChatBody(Body):
                 only_one=self.parallel_tool_calls is False,
                 drops_thinking=self.include_reasoning is False,
             )
+        try:
+            source = self._grammar_source(served, prompt)
+        except (CallGrammarError, GrammarError) as error:
+            raise ApiError(400, f"tools: {error}", param="tools") from error
         limit = self.max_completion_tokens or self.max_tokens
         num_top = (self.top_logprobs or 0) if self.logprobs else -1
         return self._generation_request(
@@ -330,6 +357,49 @@ class ChatBody(Body):
             num_top,
             calls,
             prompt.images,
+            num_prompt_log_probs=self.prompt_logprobs,
+            grammar_source=source,
+        )
+
+    def _grammar_source(self, served: ServedModel, prompt: RenderedPrompt) -> GrammarSource | None:
+        """The constraint of the reply: of its text, of its calls, or of either."""
+        answer = self.reply_constraint()
+        if not served.constrains_replies:
+            if answer is None:
+                return None
+            message = f"{answer.setting}: a training run samples from its policy, unconstrained"
+            raise ApiError(400, f"{message}; leave it out", param=answer.setting)
+        offered = () if self.tool_choice == "none" else self.tools or ()
+        is_strict = any(tool.function.strict for tool in offered)
+        if not (answer or is_strict or prompt.call_start):
+            return None
+        has_text = not (answer or prompt.call_start)
+        marks = _reply_marks(served, prompt)
+        calls = None
+        if offered:
+            allowed = [
+                AllowedTool(tool.function.name, tool.call_schema(bool(self._required_tools)))
+                for tool in offered
+                if tool.function.name in (self._required_tools or [tool.function.name])
+            ]
+            calls = call_grammar(
+                served.call_format,
+                prompt.render_calls,
+                allowed,
+                served.grammars.literal,
+                [served.grammars.token_text(token) for token in served.eos_tokens],
+                only_one=self.parallel_tool_calls is False,
+                begins_at_mark=not prompt.call_start,
+                written=prompt.call_start or (marks.call_start if has_text else ""),
+            )
+        if prompt.call_start:  # the calls are begun: neither an answer nor thinking comes before
+            answer, marks = None, ReplyMarks()
+        return reply_grammar(
+            served.grammars.literal,
+            answer=answer,
+            calls=calls,
+            has_text=has_text,
+            marks=marks,
         )
 
 
@@ -363,6 +433,18 @@ def expected_calls(
     call_format = served.call_format if parses_calls else ""
     thinking = open_thinking_mark(text)
     return ExpectedCalls(call_format, schemas_of(tools), call_start, open_thinking=thinking)
+
+
+def validated_chat(chat: Mapping[str, Any]) -> ChatBody:
+    """The chat that a request of another protocol means; raises `ApiError` if there is none."""
+    try:
+        return ChatBody.model_validate(chat)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        message = f"{place}: {first['msg'].removeprefix('Value error, ')}".removeprefix(": ")
+        param = str(first["loc"][0]) if first["loc"] else ""
+        raise ApiError(400, message, param=param) from error
 
 
 def _load_images(served: ServedModel, messages: Sequence[ChatMessage]) -> list[PromptImage]:
@@ -422,6 +504,45 @@ def _render_messages(
         return render(with_json_arguments(messages))
 
 
+def _turn_with_calls(
+    served: ServedModel,
+    messages: Sequence[Message],
+    options: Mapping[str, Any],
+    calls: Sequence[Call],
+) -> str:
+    """The dialogue and a turn of the assistant with these calls, rendered."""
+
+    def render_text(dialogue: Sequence[Message]) -> str:
+        return str(tokenizer_lib.render_chat(served.tokenizer, dialogue, options, tokenize=False))
+
+    tool_calls = [_template_call(number, *call) for number, call in enumerate(calls)]
+    turn = {"role": "assistant", "content": "", "tool_calls": tool_calls}
+    return _render_messages(render_text, [*messages, turn])
+
+
+def _rendered_calls(
+    served: ServedModel,
+    messages: Sequence[Message],
+    options: Mapping[str, Any],
+    text: str,
+    calls: Sequence[Call],
+) -> str:
+    """The text of these calls behind the dialogue, which is rendered as `text` before a reply."""
+    return _turn_with_calls(served, messages, options, calls).removeprefix(text)
+
+
+def _reply_marks(served: ServedModel, prompt: RenderedPrompt) -> ReplyMarks:
+    """The marks of the model's thinking and answers, as its format or its template has them."""
+    row = FORMATS[served.call_format] if served.call_format else None
+    marks = thinking_marks(str(served.tokenizer.chat_template))
+    return ReplyMarks(
+        row.thinking_marks if row and row.thinking_marks else marks,
+        open_thinking_mark(prompt.text),
+        row.answer_start if row else "",
+        row.call_mark if row else "",
+    )
+
+
 def _forced_call_start(
     served: ServedModel,
     messages: Sequence[Message],
@@ -430,23 +551,18 @@ def _forced_call_start(
     names: Sequence[str],
 ) -> str:
     """The text after the dialogue that begins any call of these tools, to force one of them."""
-
-    def render_text(dialogue: Sequence[Message]) -> str:
-        return str(tokenizer_lib.render_chat(served.tokenizer, dialogue, options, tokenize=False))
-
     if not names:
         return ""
-    turns = [
-        {"role": "assistant", "content": "", "tool_calls": [_template_call(0, name, arguments)]}
-        for name in names
-        for arguments in ({}, {"x": 1})
-    ]
+    calls = [(name, arguments) for name in names for arguments in ({}, {"x": 1})]
     columns = zip(
-        *(_render_messages(render_text, [*messages, turn]) for turn in turns), strict=False
+        *(_turn_with_calls(served, messages, options, [call]) for call in calls), strict=False
     )
     shared = itertools.takewhile(lambda characters: len({*characters}) == 1, columns)
     common = "".join(characters[0] for characters in shared)
     call_start = common[len(text) :].rstrip("{<")  # the arguments are the model's to begin
+    if not FORMATS[served.call_format].has_json_arguments and len(names) == 1:
+        # What follows depends on whether the call has arguments.
+        call_start = call_start[: call_start.rfind(names[0]) + len(names[0])]
     if not common.startswith(text) or not call_start.strip():
         message = "tool_choice: the chat template of this model lets no call be begun"
         raise ApiError(400, f"{message}; use 'auto'", param="tool_choice")

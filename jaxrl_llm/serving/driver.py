@@ -14,6 +14,7 @@ from absl import logging
 
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.engine.aot_programs import Program
+from jaxrl_llm.rollout.engine.grammars import GrammarError
 from jaxrl_llm.rollout.engine.requests import Progress, Request, RequestError
 from jaxrl_llm.rollout.engine_api import ServingEngine
 
@@ -221,7 +222,7 @@ class Driver:
     def _fail_ticket(self, ticket: Ticket, error: Exception) -> RequestRejected:
         """Aborts a ticket whose request raised an error; returns the event for its listener."""
         self._abort(ticket)
-        if isinstance(error, RequestError):
+        if isinstance(error, RequestError | GrammarError):
             return RequestRejected("unfit", str(error))
         logging.error("a request failed", exc_info=error)
         return RequestRejected("request_failed", f"the request failed: {type(error).__name__}")

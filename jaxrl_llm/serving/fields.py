@@ -42,7 +42,7 @@ def refused_except(*neutral: Any) -> Rule:
     return Rule("refused", neutral)
 
 
-_BOTH: Mapping[str, Rule] = {
+BOTH: Mapping[str, Rule] = {
     # OpenAI's.
     "model": USED,
     "n": USED,
@@ -62,10 +62,10 @@ _BOTH: Mapping[str, Rule] = {
     "prompt_cache_key": IGNORED,
     "prompt_cache_options": IGNORED,
     "prompt_cache_retention": IGNORED,
-    "frequency_penalty": refused_except(0),
-    "presence_penalty": refused_except(0),
-    "logit_bias": refused_except({}),
-    "response_format": refused_except({"type": "text"}),
+    "frequency_penalty": USED,
+    "presence_penalty": USED,
+    "logit_bias": USED,
+    "response_format": USED,
     # vLLM's.
     "top_k": USED,
     "min_p": USED,
@@ -76,37 +76,36 @@ _BOTH: Mapping[str, Rule] = {
     "cache_salt": IGNORED,
     "spaces_between_special_tokens": IGNORED,  # special tokens are left out
     "guided_decoding_backend": IGNORED,
-    "repetition_penalty": refused_except(1),
+    "repetition_penalty": USED,
     "length_penalty": refused_except(1),
     "use_beam_search": refused_except(False),
     "early_stopping": refused_except(False),
-    "min_tokens": refused_except(0),
+    "min_tokens": USED,
     "skip_special_tokens": refused_except(True),
     "include_stop_str_in_output": refused_except(False),
     "detokenize": refused_except(True),
-    "echo": refused_except(False),
-    "bad_words": refused_except([]),
+    "bad_words": USED,
     "logits_processors": refused_except([]),
     "allowed_token_ids": REFUSED,
     "truncate_prompt_tokens": REFUSED,
-    "prompt_logprobs": REFUSED,
+    "prompt_logprobs": USED,
     "return_token_ids": USED,
     "return_tokens_as_token_ids": USED,
     "kv_transfer_params": refused_except({}),
     "vllm_xargs": refused_except({}),
-    "structured_outputs": REFUSED,
+    "structured_outputs": USED,
     "structural_tag": REFUSED,
-    "guided_json": REFUSED,
-    "guided_regex": REFUSED,
-    "guided_choice": REFUSED,
-    "guided_grammar": REFUSED,
-    "guided_whitespace_pattern": REFUSED,
+    "guided_json": USED,
+    "guided_regex": USED,
+    "guided_choice": USED,
+    "guided_grammar": USED,
+    "guided_whitespace_pattern": USED,
     "thinking_token_budget": REFUSED,
     "repetition_detection": REFUSED,
 }
 
 CHAT: Mapping[str, Rule] = {
-    **_BOTH,
+    **BOTH,
     "messages": USED,
     "max_completion_tokens": USED,
     "top_logprobs": USED,
@@ -126,6 +125,7 @@ CHAT: Mapping[str, Rule] = {
     "chat_template_kwargs": USED,
     "chat_template": REFUSED,
     "add_generation_prompt": refused_except(True),
+    "echo": refused_except(False),
     "continue_final_message": refused_except(False),
     "add_special_tokens": refused_except(False),
     "include_reasoning": USED,
@@ -134,9 +134,10 @@ CHAT: Mapping[str, Rule] = {
 }
 
 COMPLETION: Mapping[str, Rule] = {
-    **_BOTH,
+    **BOTH,
     "prompt": USED,
     "best_of": USED,
+    "echo": USED,
     "suffix": refused_except(""),
     "prompt_embeds": REFUSED,
     "add_special_tokens": refused_except(True),
@@ -158,6 +159,27 @@ TOKENIZE: Mapping[str, Rule] = {
     "mm_processor_kwargs": refused_except({}),
 }
 DETOKENIZE: Mapping[str, Rule] = {"model": USED, "tokens": USED}
+
+RESPONSE_FORMAT: Mapping[str, Rule] = {"type": USED, "json_schema": USED}
+RESPONSE_SCHEMA: Mapping[str, Rule] = {
+    "name": IGNORED,
+    "description": IGNORED,  # the client shows the model what it wants
+    "schema": USED,
+    "strict": IGNORED,  # a schema is followed in either case
+}
+STRUCTURED_OUTPUTS: Mapping[str, Rule] = {
+    "json": USED,
+    "regex": USED,
+    "choice": USED,
+    "grammar": USED,
+    "json_object": USED,
+    "whitespace_pattern": USED,
+    "structural_tag": REFUSED,
+    "disable_fallback": IGNORED,  # there is none
+    "disable_any_whitespace": refused_except(False),
+    "disable_additional_properties": refused_except(False),
+    "backend": IGNORED,
+}
 
 STREAM_OPTIONS: Mapping[str, Rule] = {
     "include_usage": USED,
@@ -215,7 +237,7 @@ FUNCTION: Mapping[str, Rule] = {
     "name": USED,
     "description": USED,
     "parameters": USED,
-    "strict": IGNORED,  # arguments follow the schema if the model does
+    "strict": USED,
 }
 TOOL_CHOICE: Mapping[str, Rule] = {
     "type": USED,
@@ -279,7 +301,7 @@ API_TOOL: Mapping[str, Rule] = {
     "description": USED,
     "input_schema": USED,
     "cache_control": IGNORED,
-    "strict": IGNORED,  # as of `tools.function`
+    "strict": USED,
     "input_examples": IGNORED,
     "eager_input_streaming": IGNORED,
     "defer_loading": refused_except(False),
@@ -295,7 +317,8 @@ THINKING: Mapping[str, Rule] = {
     "display": USED,
     "budget_tokens": IGNORED,  # only `max_tokens` ends thinking
 }
-OUTPUT_CONFIG: Mapping[str, Rule] = {"effort": USED, "format": REFUSED}
+OUTPUT_CONFIG: Mapping[str, Rule] = {"effort": USED, "format": USED}
+OUTPUT_FORMAT: Mapping[str, Rule] = {"type": USED, "schema": USED}
 
 # The tables by the place of their fields in a body.
 PLACES: Mapping[str, Mapping[str, Rule]] = {
@@ -304,6 +327,9 @@ PLACES: Mapping[str, Mapping[str, Rule]] = {
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
     "stream_options": STREAM_OPTIONS,
+    "response_format": RESPONSE_FORMAT,
+    "response_format.json_schema": RESPONSE_SCHEMA,
+    "structured_outputs": STRUCTURED_OUTPUTS,
     "messages": MESSAGE,
     "messages.tool_calls": TOOL_CALL,
     "messages.tool_calls.function": CALLED_FUNCTION,
@@ -321,6 +347,7 @@ PLACES: Mapping[str, Mapping[str, Rule]] = {
     "/v1/messages tool_choice": API_TOOL_CHOICE,
     "/v1/messages thinking": THINKING,
     "/v1/messages output_config": OUTPUT_CONFIG,
+    "/v1/messages output_config.format": OUTPUT_FORMAT,
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import uuid
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -9,7 +10,7 @@ import pydantic
 from pydantic import Field
 
 from jaxrl_llm.serving import fields
-from jaxrl_llm.serving.chat import MAX_TOOLS, ChatBody, Name
+from jaxrl_llm.serving.chat import MAX_TOOLS, ChatBody, Name, validated_chat
 from jaxrl_llm.serving.fields import Strict
 from jaxrl_llm.serving.protocol import (
     FAIL_FAST,
@@ -163,10 +164,11 @@ class ApiTool(Strict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None  # as of `tools.function`
 
     @property
     def chat_tool(self) -> Json:
-        function = {"name": self.name, "parameters": self.input_schema}
+        function = {"name": self.name, "parameters": self.input_schema, "strict": self.strict}
         if self.description is not None:
             function["description"] = self.description
         return {"type": "function", "function": function}
@@ -201,10 +203,23 @@ class ThinkingConfig(Strict):
     display: Literal["summarized", "omitted"] | None = None  # the first: as it is
 
 
+with warnings.catch_warnings():
+    # The clients' name is that of a method that pydantic has deprecated.
+    warnings.filterwarnings("ignore", "Field name .* shadows an attribute")
+
+    class OutputFormat(Strict):
+        """The JSON schema of the reply."""
+
+        rules = fields.OUTPUT_FORMAT
+        type: Literal["json_schema"]
+        schema: dict[str, Any]  # type: ignore[assignment]
+
+
 class OutputConfig(Strict):
-    """Effort: the variable `reasoning_effort` of the chat template."""
+    """The format of the text, and the variable `reasoning_effort` of the chat template."""
 
     rules = fields.OUTPUT_CONFIG
+    format: OutputFormat | None = None
     effort: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")] | None = None
 
 
@@ -251,17 +266,14 @@ class CountTokensBody(Strict):
             chat["include_reasoning"] = self.thinking.display != "omitted"
         if self.output_config:
             chat["reasoning_effort"] = self.output_config.effort
+        if self.output_config and (form := self.output_config.format):
+            schema = {"name": "output", "schema": form.schema}
+            chat["response_format"] = {"type": "json_schema", "json_schema": schema}
         return chat
 
     def chat_body(self) -> ChatBody:
         """The same request to `/v1/chat/completions`; raises `ApiError` if there is none."""
-        try:
-            return ChatBody.model_validate(self._chat_fields())
-        except pydantic.ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            message = f"{place}: {first['msg'].removeprefix('Value error, ')}".removeprefix(": ")
-            raise ApiError(400, message) from error
+        return validated_chat(self._chat_fields())
 
     def num_tokens(self, served: ServedModel) -> int:
         """Tokens of the prompt."""

@@ -1,8 +1,11 @@
 """Prometheus metrics of a server."""
 
 import functools
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrl_llm.serving.driver import Driver
@@ -16,6 +19,31 @@ _REASONS = {
     503: "not_serving",
     504: "timeout",
 }
+
+
+class _EngineCounters(Collector):
+    """Counters that the engine keeps, read when they are asked for."""
+
+    def __init__(self, driver: Driver):
+        self._driver = driver
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        statistics = self._driver.engine.statistics
+        for name, text, value in (
+            (
+                "prefix_cache_queries",
+                "Prompt tokens looked up in the prefix cache.",
+                statistics.prefix_cache_queries,
+            ),
+            (
+                "prefix_cache_hits",
+                "Of these, tokens whose keys and values were in it.",
+                statistics.prefix_cache_hits,
+            ),
+            ("preemptions", "Samples that lost their KV cache.", statistics.num_preemptions),
+            ("prefilled_tokens", "Prompt tokens computed.", statistics.prefill_tokens),
+        ):
+            yield CounterMetricFamily(f"jaxrl_llm_{name}", text, value=value)
 
 
 class Metrics:
@@ -50,6 +78,7 @@ class Metrics:
         )
         if driver is None:
             return
+        self.registry.register(_EngineCounters(driver))
         engine = driver.engine
         waiting = lambda: max(0, driver.num_unfinished - engine.num_active)  # noqa: E731
         forward_help = "Tokens that a sample got in a decode step."

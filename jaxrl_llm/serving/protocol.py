@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import reprlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +19,13 @@ from transformers import PreTrainedTokenizerBase
 from jaxrl_llm.data.images import ImagePreprocessor
 from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.rollout.engine import requests
+from jaxrl_llm.rollout.engine.grammars import Grammar, GrammarError
 from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS, Request, SamplingParams
+from jaxrl_llm.rollout.structured_outputs import GrammarCompiler, GrammarSource, source_of
 from jaxrl_llm.serving import fields
+from jaxrl_llm.serving.constraints import ConstrainedBody, Constraint, ResponseFormat
 from jaxrl_llm.serving.fields import Strict
+from jaxrl_llm.serving.sampling_fields import SamplingFields
 from jaxrl_llm.serving.tool_call_stream import ExpectedCalls
 from jaxrl_llm.text import text_fault
 from jaxrl_llm.types import PromptImage
@@ -85,6 +90,13 @@ class ServedModel:
     # replies that were sampled (`sessions/dialogue_tree.py`). Called from one thread.
     tokenize_chat: Callable[[ChatPrompt], tuple[int, ...]] | None = None
     answers_any_name: bool = False  # whatever model a request names
+    # False: strict tools and a required call constrain no token, and other constraints are refused.
+    constrains_replies: bool = True
+
+    @functools.cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles the constraints of requests."""
+        return GrammarCompiler(self.tokenizer, self.vocab_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +108,15 @@ class GenerationRequest:
     expected_calls: ExpectedCalls | None = None  # None: replies are text alone
     with_token_ids: bool = False  # of the prompt and of the reply
     names_token_ids: bool = False  # log-probs name a token "token_id:17", not by its text
+    grammar_source: GrammarSource | None = None  # constrains every reply, once it is compiled
+    echoed_texts: tuple[str, ...] = ()  # prompts that replies begin with; (): not echoed
+    num_prompt_log_probs: int | None = None  # vLLM's `prompt_logprobs`
+    is_prompt_only: bool = False  # the reply has no token of its own (`max_tokens=0`)
+
+    def with_grammar(self, grammar: Grammar) -> "GenerationRequest":
+        """The same request with the compiled grammar of its samples."""
+        constrained = (dataclasses.replace(each, grammar=grammar) for each in self.requests)
+        return dataclasses.replace(self, requests=tuple(constrained))
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -121,7 +142,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = None  # with `include_usage`: in every chunk, as vLLM
 
 
-class Body(Strict):
+class Body(ConstrainedBody, SamplingFields):
     """The fields that completions and chat completions have in common."""
 
     model: str
@@ -185,6 +206,13 @@ class Body(Strict):
         """Converts the body into engine requests; raises `ApiError` if it cannot be served."""
         raise NotImplementedError
 
+    def reply_constraint(self) -> Constraint | None:
+        """The constraint of the reply; raises `ApiError` if it cannot be read."""
+        try:
+            return self.constraint()
+        except GrammarError as error:
+            raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
+
     def _generation_request(
         self,
         served: ServedModel,
@@ -195,7 +223,13 @@ class Body(Strict):
         num_top: int,  # top log-probs per token; -1: no log-probs at all
         calls: ExpectedCalls | None = None,
         images: Sequence[PromptImage] = (),  # of every prompt
+        echoed_texts: Sequence[str] = (),  # prompts that replies begin with; (): not echoed
+        num_prompt_log_probs: int | None = None,  # `prompt_logprobs`
+        grammar_source: GrammarSource | None = None,
     ) -> GenerationRequest:
+        if grammar_source is not None and self.ignore_eos:
+            message = f"a reply ends when its {grammar_source.setting} is complete; leave it out"
+            raise ApiError(400, f"ignore_eos: {message}", param="ignore_eos")
         stop_tokens = () if self.ignore_eos else served.eos_tokens
         if extra_stop_tokens := self.stop_token_ids:
             check_tokens(served, extra_stop_tokens, "stop_token_ids")
@@ -203,7 +237,20 @@ class Body(Strict):
             if (count := len(stop_tokens)) > NUM_STOP_TOKENS:
                 message = f"{count} stop tokens with the model's own, at most {NUM_STOP_TOKENS}"
                 raise ApiError(400, message, param="stop_token_ids")
+        try:
+            adjustments = self.adjustments(served.tokenizer, served.vocab_size)
+        except ValueError as error:
+            raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
         count = self.n or 1
+        if num_prompt_log_probs is not None and self.stream:
+            message = "prompt_logprobs is not available with stream=true; leave one of them out"
+            raise ApiError(400, message, param="prompt_logprobs")
+        num_prompt_top = num_prompt_log_probs
+        if echoed_texts and num_top >= 0:
+            num_prompt_top = max(num_top, num_prompt_top or 0)
+        is_prompt_only = max_tokens == 0
+        if is_prompt_only:
+            max_tokens = 1  # an engine samples at least one token, which the reply leaves out
         engine_requests = []
         for prompt, keys in zip(prompts, random_keys(self.seed, len(prompts), count), strict=True):
             length = len(prompt)
@@ -220,6 +267,9 @@ class Body(Strict):
                 message = f"{limit_text} However, {request_text}; {remedy} or lower max_tokens"
                 wrong_param = param if length >= served.max_tokens else "max_tokens"
                 raise ApiError(400, message, code="context_length_exceeded", param=wrong_param)
+            if (self.min_tokens or 0) > limit:
+                message = f"min_tokens={self.min_tokens} is above the limit of {limit} tokens"
+                raise ApiError(400, f"{message}; lower it", param="min_tokens")
             params = SamplingParams(
                 max_tokens=limit,
                 temperature=1.0 if self.temperature is None else self.temperature,
@@ -229,15 +279,28 @@ class Body(Strict):
                 stop_tokens=stop_tokens,
                 stop_strings=tuple(self.stop or ()),
                 num_top_log_probs=max(0, num_top),
+                **adjustments,
             )
             sights = served.image_inputs(images, length)
-            engine_requests.append(Request(prompt, keys, (params,) * count, image_inputs=sights))
+            engine_requests.append(
+                Request(
+                    prompt,
+                    keys,
+                    (params,) * count,
+                    image_inputs=sights,
+                    num_prompt_top=num_prompt_top,
+                )
+            )
         return GenerationRequest(
             requests=tuple(engine_requests),
             with_log_probs=num_top >= 0,
             expected_calls=calls,
             with_token_ids=bool(self.return_token_ids),
             names_token_ids=bool(self.return_tokens_as_token_ids),
+            echoed_texts=tuple(echoed_texts),
+            num_prompt_log_probs=num_prompt_log_probs,
+            is_prompt_only=is_prompt_only,
+            grammar_source=grammar_source,
         )
 
 
@@ -246,14 +309,21 @@ class CompletionBody(Body):
 
     rules = fields.COMPLETION
     prompt: str | Tokens | Texts | Annotated[list[Tokens], FAIL_FAST]
-    max_tokens: PositiveCount | None = None
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)  # 0: with `echo`, the prompt alone
+    response_format: ResponseFormat | None = None
     logprobs: TopLogProbs | None = None
     best_of: int | None = None
+    echo: bool | None = None
+    prompt_logprobs: TopLogProbs | None = None  # vLLM's
 
     @pydantic.model_validator(mode="after")
     def _check_counts(self) -> "CompletionBody":
+        if self.max_tokens == 0 and not self.echo:
+            message = "max_tokens=0 needs echo=true, or must be greater than or equal to 1"
+            raise ApiError(400, message, param="max_tokens")
         if self.best_of not in (None, self.n or 1):
-            raise ValueError(f"best_of={self.best_of} must be n={self.n or 1}, or left out")
+            message = f"best_of={self.best_of} must be n={self.n or 1}, or left out"
+            raise ApiError(400, message, param="best_of")
         if not self.prompts:
             raise ValueError("prompt is empty; give a text, token ids, or a list of either")
         if len(self.prompts) > MAX_PROMPTS:
@@ -269,16 +339,32 @@ class CompletionBody(Body):
         return [self.prompt] if is_single else self.prompt  # type: ignore[return-value]
 
     def generation_request(self, served: ServedModel) -> GenerationRequest:
-        prompts = []
+        prompts, texts = [], []
         for prompt in self.prompts:
             if isinstance(prompt, str):
+                texts.append(prompt)
                 prompt = served.tokenizer(prompt)["input_ids"]
             else:
                 check_tokens(served, prompt, "prompt")
+                texts.append(_text_of(served, prompt) if self.echo else "")
             prompts.append(tuple(prompt))
         num_top = -1 if self.logprobs is None else self.logprobs
-        # The default of `max_tokens` is 16, as OpenAI's.
-        return self._generation_request(served, prompts, "prompt", self.max_tokens, 16, num_top)
+        constraint = self.reply_constraint()
+        return self._generation_request(
+            served,
+            prompts,
+            "prompt",
+            self.max_tokens,
+            default_tokens=16,  # OpenAI's
+            num_top=num_top,
+            echoed_texts=texts if self.echo else (),
+            num_prompt_log_probs=self.prompt_logprobs,
+            grammar_source=source_of(*constraint) if constraint else None,
+        )
+
+
+def _text_of(served: ServedModel, tokens: Sequence[int]) -> str:
+    return str(served.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
 
 def check_tokens(served: ServedModel, tokens: Sequence[int], param: str) -> None:

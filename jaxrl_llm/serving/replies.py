@@ -1,18 +1,16 @@
 """Incremental detokenization, without partial characters or stop strings; OpenAI's replies."""
 
-import functools
 import json
-import math
-import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-from jaxrl_llm.rollout.engine.requests import Decode, TopLogProbs, text_before
+from jaxrl_llm.data.token_names import TokenNames
+from jaxrl_llm.data.token_names import detokenizer as detokenizer
+from jaxrl_llm.rollout.engine.requests import Decode, PromptLogProbs, TopLogProbs, text_before
+from jaxrl_llm.serving import prompt_replies
+from jaxrl_llm.serving.prompt_replies import json_log_prob
 from jaxrl_llm.serving.protocol import ApiError, GenerationRequest
 from jaxrl_llm.serving.tool_call_stream import StreamedCall
 
@@ -21,19 +19,6 @@ Json = dict[str, Any]
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _MAX_MISSING_CHARACTERS = 3  # decoded as U+FFFD until the fourth byte of a character arrives
 _MAX_WINDOW = 32  # tokens decoded together while a text stays incomplete
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-def detokenizer(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True) -> Decode:
-    """The function that decodes tokens into text, by default without special tokens."""
-    skip = skip_special_tokens
-    # Without clean-up of spaces, which would remove a space that was already returned.
-    if backend := getattr(tokenizer, "backend_tokenizer", None):
-        # The wrapper around it is slow, and this runs once for every token served.
-        return lambda tokens: str(backend.decode(list(tokens), skip_special_tokens=skip))
-    return lambda tokens: str(
-        tokenizer.decode(list(tokens), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-    )
 
 
 class IncrementalDetokenizer:
@@ -44,8 +29,16 @@ class IncrementalDetokenizer:
     and splits characters; so each token is decoded with a window of those before it.
     """
 
-    def __init__(self, decode: Decode, stop_tokens: Sequence[int] = (), stops: Sequence[str] = ()):
+    def __init__(
+        self,
+        decode: Decode,
+        stop_tokens: Sequence[int] = (),
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+    ):
+        """`min_tokens` as in `SamplingParams`: stop strings among them stay in the text."""
         self._decode, self._stop_tokens, self._stop_strings = decode, stop_tokens, stops
+        self._num_early_tokens, self._early_end = min_tokens, 0  # tokens left, characters of them
         # The latest tokens; the first `_num_context` of them are context, already returned as text.
         self._window: list[int] = []
         self._num_context = 0
@@ -64,13 +57,18 @@ class IncrementalDetokenizer:
             is_last = finish_reason == "stop" and i == len(tokens) - 1
             if not (is_last and token in self._stop_tokens):
                 text += self._push(token)
+            if self._num_early_tokens:
+                self._num_early_tokens -= 1
+                self._early_end = self._num_characters
         if finish_reason:
             text += self._release(len(self._text))
-            ending = text_before(text, self._stop_strings)
+            num_early = self._early_end - (self._num_characters - len(text))
+            ending = text_before(text, self._stop_strings, max(0, num_early))
             behind = text[len(ending) :]
             self.stop_string = next(filter(behind.startswith, self._stop_strings), "")
             return ending
-        # A sample ends with the token that completes a stop string, so `text` contains none here.
+        # A sample ends with the token that completes a stop string, so `text` contains none here,
+        # except for early ones.
         beginnings = (stop[:size] for stop in self._stop_strings for size in range(1, len(stop)))
         num_withheld = max((len(part) for part in beginnings if text.endswith(part)), default=0)
         end = len(text) - num_withheld
@@ -112,45 +110,6 @@ class IncrementalDetokenizer:
         self._num_returned = max(0, len(self._text) - num_pending)
 
 
-class TokenNames:
-    """Names of tokens in replies with log-probs: their bytes, where the tokenizer has them."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        pipeline: dict[str, Any] = json.loads(backend.to_str()) if backend else {}
-        components = [pipeline.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")]
-        description = json.dumps(components, ensure_ascii=False)
-        # GPT-2's table: the byte of each character of a byte-level vocabulary.
-        character_of_byte = bytes_to_unicode() if '"ByteLevel"' in description else {}
-        self._byte_of_character = {character: byte for byte, character in character_of_byte.items()}
-        self._spaces = "▁" in description
-        self.bytes = functools.lru_cache(maxsize=2**16)(self._bytes)
-
-    def _bytes(self, token: int) -> bytes:
-        name: Any = self._tokenizer.convert_ids_to_tokens(token)
-        if name is None:
-            return b""  # an unused row of the embedding
-        if token in self._special:
-            return str(name).encode()
-        if byte := _BYTE_TOKEN.fullmatch(name):
-            return bytes([int(byte[1], 16)])
-        if self._byte_of_character and all(c in self._byte_of_character for c in name):
-            return bytes(self._byte_of_character[c] for c in name)
-        if self._spaces:
-            return str(name).replace("▁", " ").encode()
-        return str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False)).encode()
-
-    def text(self, token: int) -> str:
-        """A token as text; `bytes:\\xe5\\x90` if it is only a part of a character."""
-        raw = self.bytes(token)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
 class SampleDelta(NamedTuple):
     """The part of a sample that one engine step added; its text is final."""
 
@@ -163,6 +122,7 @@ class SampleDelta(NamedTuple):
     calls: tuple[StreamedCall, ...] = ()  # tool calls completed in this step
     reasoning: str = ""
     stop_string: str = ""  # the one that ended the sample, if one did
+    prompt_log_probs: tuple[PromptLogProbs, ...] = ()  # one, in the first delta, if asked for
 
 
 class ReplyFormat(Protocol):
@@ -200,13 +160,18 @@ class CompletionFormat:
         continuous_usage: bool = False,
     ):
         self._names, self._generation = names, generation
+        self._prompts = [request.tokens for request in generation.requests for _ in request.params]
+        self._num_samples = len(generation.requests[0].params) if generation.requests else 0
+        self._echoed: set[int] = set()  # samples whose reply has begun with the prompt
         self._include_usage, self._continuous_usage = include_usage, continuous_usage
         number = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self._head = {"id": number, "created": int(time.time()), "model": model}
 
     def reply(self, samples: Sequence[SampleDelta]) -> Json:
         choices = [
-            self._choice(i, piece, self.object_type) | self._prompt_token_ids(i)
+            self._choice(i, piece, self.object_type)
+            | self._prompt_token_ids(i)
+            | self._prompt_log_probs(i, piece)
             for i, piece in enumerate(samples)
         ]
         usage = self._usage(sum(len(piece.tokens) for piece in samples))
@@ -219,8 +184,9 @@ class CompletionFormat:
 
     def events(self, index: int, piece: SampleDelta, num_tokens: int) -> Iterator[bytes]:
         """Yields the events of a piece; `num_tokens` were generated with it."""
-        has_contents = piece.text or piece.reasoning or piece.calls or piece.finish_reason
+        has_contents = bool(piece.text or piece.reasoning or piece.calls or piece.finish_reason)
         generation = self._generation
+        has_contents |= bool(generation.echoed_texts) and index not in self._echoed
         # Without them, an event is worth sending only for its tokens.
         if has_contents or generation.with_log_probs or generation.with_token_ids:
             chunk = self._chunk(self._choice(index, piece, self.chunk_object_type))
@@ -260,17 +226,54 @@ class CompletionFormat:
         log_probs = self._log_probs(piece) if self._generation.with_log_probs else None
         log_probs_and_reason = {"logprobs": log_probs, "finish_reason": piece.finish_reason or None}
         token_ids = {"token_ids": list(piece.tokens)} if self._generation.with_token_ids else {}
-        return {"index": index, **self._text(piece, kind), **log_probs_and_reason, **token_ids}
+        choice = {"index": index, **self._text(piece, kind), **log_probs_and_reason, **token_ids}
+        return self._with_prompt(index, piece, choice) if self._generation.echoed_texts else choice
+
+    def _with_prompt(self, index: int, piece: SampleDelta, choice: Json) -> Json:
+        """A choice that begins with the prompt if it is the sample's first, or follows it."""
+        prompt_text = self._generation.echoed_texts[index // self._num_samples]
+        log_probs = choice["logprobs"]
+        if log_probs is not None:
+            offsets = [len(prompt_text) + offset for offset in log_probs["text_offset"]]
+            log_probs = {**log_probs, "text_offset": offsets}
+        is_sampled = bool(piece.tokens or piece.finish_reason)  # else the opening of a stream
+        if is_sampled and index not in self._echoed:
+            self._echoed.add(index)
+            choice = {**choice, "text": prompt_text + choice["text"]}
+            if log_probs is not None:
+                prompt = self._echoed_log_probs(index, *piece.prompt_log_probs)
+                log_probs = prompt_replies.joined_log_probs(prompt, log_probs)
+        return {**choice, "logprobs": log_probs}
+
+    def _echoed_log_probs(self, index: int, log_probs: PromptLogProbs) -> Json:
+        tokens = self._prompts[index]
+        text = IncrementalDetokenizer(self._names.decode)
+        text.extend(tokens, "length")
+        num_top = self._generation.sampling_params[index].num_top_log_probs
+        return prompt_replies.echoed_log_probs(
+            tokens, log_probs, num_top, text.offsets, self._token_text
+        )
+
+    def _prompt_log_probs(self, index: int, piece: SampleDelta) -> Json:
+        """vLLM's `prompt_logprobs`, if asked for."""
+        if (num_top := self._generation.num_prompt_log_probs) is None:
+            return {}
+        (log_probs,) = piece.prompt_log_probs
+        tokens = self._prompts[index]
+        return {
+            "prompt_logprobs": prompt_replies.prompt_log_probs(
+                tokens, log_probs, num_top, self._names.text
+            )
+        }
 
     def _token_text(self, token: int) -> str:
-        return f"token_id:{token}" if self._generation.names_token_ids else self._names.text(token)
+        return token_text(self._names, self._generation.names_token_ids, token)
 
     def _prompt_token_ids(self, index: int) -> Json:
         """The prompt of a sample, if asked for; the choice of a completion has it, as in vLLM."""
         if not self._generation.with_token_ids:
             return {}
-        owners = [request for request in self._generation.requests for _ in request.params]
-        return {"prompt_token_ids": list(owners[index].tokens)}
+        return {"prompt_token_ids": list(self._prompts[index])}
 
     def _usage(self, num_tokens: int) -> Json:
         """OpenAI's `usage` object; `num_tokens` are the completion tokens."""
@@ -283,10 +286,12 @@ class CompletionFormat:
 
     def _log_probs(self, piece: SampleDelta) -> Json:
         text = self._token_text
-        tops = [{text(t): _finite(p) for t, p in reversed(top)} for top in piece.top_log_probs]
+        tops = [
+            {text(t): json_log_prob(p) for t, p in reversed(top)} for top in piece.top_log_probs
+        ]
         return {
             "tokens": [text(t) for t in piece.tokens],
-            "token_logprobs": [_finite(p) for p in piece.log_probs],
+            "token_logprobs": [json_log_prob(p) for p in piece.log_probs],
             "top_logprobs": tops if self._generation.sampling_params[0].num_top_log_probs else None,
             "text_offset": list(piece.offsets),
         }
@@ -302,7 +307,8 @@ class ChatFormat(CompletionFormat):
     )
 
     def reply(self, samples: Sequence[SampleDelta]) -> Json:
-        return super().reply(samples) | self._shared_prompt_token_ids()
+        log_probs = super()._prompt_log_probs(0, samples[0])
+        return super().reply(samples) | self._shared_prompt_token_ids() | log_probs
 
     def _opening_chunks(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
@@ -314,6 +320,9 @@ class ChatFormat(CompletionFormat):
 
     def _prompt_token_ids(self, index: int) -> Json:
         return {}  # all choices of a chat have one prompt, which stands beside them
+
+    def _prompt_log_probs(self, index: int, piece: SampleDelta) -> Json:
+        return {}  # as above
 
     def _shared_prompt_token_ids(self) -> Json:
         return super()._prompt_token_ids(0)
@@ -336,18 +345,28 @@ class ChatFormat(CompletionFormat):
         return {"message": message}
 
     def _log_probs(self, piece: SampleDelta) -> Json:
-        def entry(token: int, log_prob: float) -> Json:
-            raw = list(self._names.bytes(token))
-            return {"token": self._token_text(token), "logprob": _finite(log_prob), "bytes": raw}
-
-        tops = piece.top_log_probs or ((),) * len(piece.tokens)
-        content = [
-            {**entry(t, p), "top_logprobs": [entry(*pair) for pair in top]}
-            for t, p, top in zip(piece.tokens, piece.log_probs, tops, strict=True)
-        ]
+        content = token_log_probs(self._names, self._generation.names_token_ids, piece)
         return {"content": content, "refusal": None}
 
 
-def _finite(log_prob: float) -> float:
-    """A log-prob that JSON can represent: minus infinity becomes -9999, as in OpenAI's API."""
-    return log_prob if math.isfinite(log_prob) else -9999.0
+def token_log_probs(names: TokenNames, names_token_ids: bool, piece: SampleDelta) -> list[Json]:
+    """OpenAI's entries for the sampled tokens of a piece, each with its top log-probs."""
+
+    def entry(token: int, log_prob: float) -> Json:
+        text = token_text(names, names_token_ids, token)
+        return {
+            "token": text,
+            "logprob": json_log_prob(log_prob),
+            "bytes": list(names.bytes(token)),
+        }
+
+    tops = piece.top_log_probs or ((),) * len(piece.tokens)
+    return [
+        {**entry(t, p), "top_logprobs": [entry(*pair) for pair in top]}
+        for t, p, top in zip(piece.tokens, piece.log_probs, tops, strict=True)
+    ]
+
+
+def token_text(names: TokenNames, names_token_ids: bool, token: int) -> str:
+    """A token's name in log-probs: its text or, if the client asked for it, "token_id:17"."""
+    return f"token_id:{token}" if names_token_ids else names.text(token)

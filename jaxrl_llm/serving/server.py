@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -73,6 +74,7 @@ def make_engine(
     chunk_steps: int = 8,
     draft_tokens: int = 0,
     full: bool = False,
+    prefix_caching: bool = False,
 ) -> Engine:
     """An engine for serving; fewer `chunk_steps` stream more smoothly, more have less overhead.
 
@@ -99,6 +101,7 @@ def make_engine(
         speculation=SpeculationConfig(draft_tokens=draft_tokens),
         decode=detokenizer(model.tokenizer),
         cache_tokens=cache_tokens,
+        prefix_caching=prefix_caching,
     )
 
 
@@ -114,6 +117,34 @@ def bind_socket(host: str, port: int) -> socket.socket:
         problem = f"cannot listen on {host}:{port}: {error.strerror}"
         raise ServerError(f"{problem}; choose another --host or --port") from error
     return listener
+
+
+@contextlib.contextmanager
+def local_server(app: ASGIApp, driver: Driver) -> Iterator[str]:
+    """Serves on a free local port from a thread while the context lasts; gives the URL.
+
+    Starts `driver`, and closes it at the end.
+    """
+    listener = bind_socket("127.0.0.1", 0)
+    listener.listen(1024)  # clients may connect before the thread accepts
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False
+        )
+    )
+
+    async def serve() -> None:
+        driver.start((), asyncio.get_running_loop().call_soon_threadsafe)
+        await server.serve(sockets=[listener])
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="server", daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        driver.close()
+        server.should_exit = True
+        thread.join()
 
 
 def run(

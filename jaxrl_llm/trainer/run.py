@@ -25,6 +25,7 @@ from jaxrl_llm.checkpoint.lock import exclusive_lock
 from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import JobConfig
 from jaxrl_llm.config.bridge import to_dict
+from jaxrl_llm.config.stop_condition import stop_condition
 from jaxrl_llm.config.workdir import check_workdir, claim_workdir
 from jaxrl_llm.data.datasets import Dataset
 from jaxrl_llm.learner import layer_restacking
@@ -40,6 +41,7 @@ from jaxrl_llm.sharding import kv_store_broadcast, multihost
 from jaxrl_llm.storage import files
 from jaxrl_llm.trainer import run_banner
 from jaxrl_llm.trainer.interruption import InterruptionHandler
+from jaxrl_llm.trainer.stop_check import StopCheck
 
 State = TypeVar("State")
 Numbers = Mapping[str, Any]
@@ -65,6 +67,7 @@ class TrainingRun(contextlib.ExitStack):
         self._check_owner: Callable[[], None] = outer._check_owner if outer else lambda: None
         self.resumed_step = 0  # completed steps when this process began
         self.total_steps = config.trainer.num_steps
+        self.stop_check = StopCheck(stop_condition(config.trainer.stop_when))
         self._outer = outer
         grace_s = config.checkpoint.grace_s
         self.interruption: InterruptionHandler = (
@@ -104,7 +107,7 @@ class TrainingRun(contextlib.ExitStack):
         )
         self.planned_bytes = planned_bytes
         self._shape = models.policy.shape
-        self._print_result = lambda: None
+        self._print_result: Callable[[int, str], None] = lambda step, reason: None
         if not self._outer:
             self._print_result = run_banner.print_banner(
                 self.config, models, planned_bytes, self.workdir
@@ -135,9 +138,15 @@ class TrainingRun(contextlib.ExitStack):
             Alerts(config.alerts, workdir, self.interruption.request_stop)
         )
         self._tracked |= {"source": source, "packer": packer, "alerts": self.alerts}
+        if self.stop_check.condition is not None:
+            self._tracked["stop_when"] = self.stop_check
         for name, tracked in self._tracked.items():
             if name in saved:
                 tracked.set_state(saved[name])
+        if self.stop_check.reason:
+            self.total_steps = self.resumed_step
+            message = "%s: this run has ended: %s; for more steps, change trainer.stop_when"
+            logging.warning(message, self.workdir, self.stop_check.reason)
         # A fresh run writes its evaluation before the first step as step 0.
         first = self.resumed_step + 1 if self.resumed_step else 0
         writer_state = saved.get("metrics", {})
@@ -167,10 +176,13 @@ class TrainingRun(contextlib.ExitStack):
 
     def steps(self) -> Iterator[int]:
         """Yields the remaining step numbers, counted from 1; then closes the checkpoints."""
-        yield from range(self.resumed_step + 1, self.total_steps + 1)
+        step = self.resumed_step
+        while step < self.total_steps:  # which `end_step` may lower
+            step += 1
+            yield step
         with console.show_progress("saving the last step"):
             self._saver.close()
-        self._print_result()
+        self._print_result(self.total_steps, self.stop_check.reason)
 
     def begin_step(self, step: int, state: Any) -> Clock:
         """Begins a step: a stop before `commit_step` saves `state` and raises `Interrupted`."""
@@ -206,12 +218,18 @@ class TrainingRun(contextlib.ExitStack):
     def end_step(self, step: int, state: Any, numbers: Numbers, evaluation: Numbers) -> None:
         """Ends a step: checks alerts, writes metrics and checkpoint when due.
 
+        The run ends with this step if `trainer.stop_when` holds.
+
         `numbers` (with `Clock.seconds()`) and those of the `evaluation` may be on devices.
         """
         numbers = kv_store_broadcast.device_get({**numbers, **evaluation})
         alert_metrics = self.alerts.check(step, numbers)
-        if self.writer.is_due(step) or evaluation or any(alert_metrics.values()):
-            self.writer.write(step, numbers, alert_metrics)
+        stop_metrics = self.stop_check.check(step, numbers, bool(evaluation))
+        if self.stop_check.reason:
+            self.total_steps = step
+        is_noteworthy = any({**alert_metrics, **stop_metrics}.values())
+        if self.writer.is_due(step) or evaluation or is_noteworthy:
+            self.writer.write(step, numbers, alert_metrics, stop_metrics)
         # Save last: every step in a checkpoint then has its metrics written.
         is_due = self._saver.should_save(step, self.total_steps, numbers)
         if self.interruption.step_exceeds_grace(self._saver.is_saving) or is_due:

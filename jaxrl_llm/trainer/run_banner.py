@@ -19,29 +19,31 @@ from jaxrl_llm.storage import files, line_log
 
 def print_banner(
     config: JobConfig, models: Models, planned_bytes: float, workdir: pathlib.Path
-) -> Callable[[], None]:
+) -> Callable[[int, str], None]:
     """Prints the banner of a run; returns a function that prints its result after the last step.
+
+    The function gets the last step, and why the run ended before `num_steps`, if it did.
 
     `planned_bytes` is the planned peak of a device.
     """
     if not (config.metrics.console and multihost.is_first()):
-        return lambda: None
+        return lambda step, reason: None
     begin = time.monotonic()
     for name, text in _banner_lines(config, models, planned_bytes, workdir).items():
         print(f"{name:<7}  {text}", flush=True)
 
-    def close() -> None:
+    def close(step: int, reason: str) -> None:
         dumps = [workdir / "rollouts" / name for name in files.names(workdir / "rollouts")]
         dumps = [path for path in dumps if path.suffix == ".jsonl" and path.stem.isdecimal()]
         dumps.sort(key=lambda path: int(path.stem))
         outputs = [("numbers", workdir / "metrics.jsonl")]
         outputs += [("samples", path) for path in dumps[-1:]]
-        outputs.append(("weights", workdir / "checkpoints" / str(config.trainer.num_steps)))
+        outputs.append(("weights", workdir / "checkpoints" / str(step)))
         try:
             metrics = line_log.read_log(workdir / "metrics.jsonl")
         except FileNotFoundError:
             metrics = b""
-        console.print_summary(metrics, time.monotonic() - begin, outputs)
+        console.print_summary(metrics, time.monotonic() - begin, outputs, reason)
 
     return close
 

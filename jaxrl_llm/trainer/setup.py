@@ -182,6 +182,7 @@ def relayout_run(
     """
     parts, start = prepared.context, time.perf_counter()
     parts.run.wait_for_save()
+    prepared.sampler.close()
     models = job_models.make_models(config, resolve_sizes.resolved_meshes(config))
     state = relayout.relayout_state(config, models, state)
     frozen = relayout.relayout_frozen(config, models, prepared.frozen)
@@ -212,6 +213,7 @@ def _prepare_layout(
     policy_sampler = policy_sampler_lib.make_sampler(
         config, models, frozen.base_params, parts.world, longest
     )
+    run.callback(policy_sampler.close)
     prompts = prompt_stream.PromptIterator(
         parts.training_set, config.data, config.seed, config.curriculum
     )

@@ -85,6 +85,11 @@ def _sampling_compilations(prepared: RLSetup) -> Mapping[str, Callable[[], None]
     sampling_params = episodes.sampling_params(config.rollout, prepared.models.eos_tokens)
     filters = sorted({sampling_params.is_filtered} | prepared.evaluate.filter_variants)
     continues = sampler.world is not None
+    if support_tokens := sampling_params.support_tokens:  # the programs of evaluations come later
+        filters = [sampling_params.is_filtered]
+        return engine.programs_to_compile(
+            sampler.abstract(), filters, continues, support_tokens=support_tokens
+        )
     return engine.programs_to_compile(sampler.abstract(), filters, continues)
 
 
@@ -107,7 +112,10 @@ def _learning_lowerings(
         width=width,
     )
     has_token_fields = (
-        config.router.replay != "off" or config.distillation.teachers or models.image_feature_cache
+        config.router.replay != "off"
+        or config.distillation.teachers
+        or config.rollout.support_tokens
+        or models.image_feature_cache
     )
     if not row_layouts or has_token_fields:
         return {}

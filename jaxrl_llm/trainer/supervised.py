@@ -242,6 +242,7 @@ def _make_evaluate(
         return lambda state, step, clock: measure(state.params, start.base, clock)
     as_rl = config.as_rl()
     sampler = policy_sampler.make_sampler(as_rl, models, start.base)
+    run.callback(sampler.close)
     scorer = run.enter_context(rewards_lib.RolloutScorer(as_rl.rewards, {}))
     key = jax.random.fold_in(jax.random.key(config.seed), 2**31)
     evaluate_answers = Evaluator(as_rl, sampler, prompts, scorer.score, key)

@@ -180,12 +180,15 @@ def test_engine_speed_by_hand():
         busy_capacity=4,
         slot_steps=4,
         draft_tokens=8,
+        prefix_cache_queries=10,
+        prefix_cache_hits=6,
     )
     assert done.metrics() == {
         "rollout/prefill_tokens_per_s": 16.0,
         "rollout/decode_tokens_per_s": 3.0,
         "rollout/reread_tokens": 0.0,
         "rollout/put_back": 0.0,
+        "rollout/prefix_cache_hit_rate": 0.6,
         "rollout/slot_occupancy": 0.75,
         "rollout/tokens_per_forward": 1.5,
         "rollout/draft_acceptance": 0.25,

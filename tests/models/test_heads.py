@@ -83,6 +83,54 @@ def test_chunked_log_probs_equal_dense_ones(batch, chunk):
     assert_close(got, want)
 
 
+def supports(batch, size):
+    """Random sets of tokens with each token's own, from 1 to `size` of them; some places none."""
+    random = np.random.default_rng(3)
+    support = np.full((B, T, size), -1, np.int32)
+    for row, column in np.ndindex(B, T):
+        token, count = int(batch["tokens"][row, column]), random.integers(1, size + 1)
+        others = random.permutation(np.setdiff1d(np.arange(V), [token]))[: count - 1]
+        support[row, column, :count] = random.permutation([token, *others])
+    support[:, ::5] = -1
+    return support
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_statistics_over_a_support(batch, chunk):
+    support = supports(batch, 9)
+    allowed = np.zeros((B, T, V + 1), bool)
+    np.put_along_axis(allowed, np.where(support < 0, V, support), True, -1)
+    allowed = allowed[..., :V] | (support < 0).all(-1, keepdims=True)
+
+    def dense(hidden, weight, tokens, segment_ids, temperature):
+        logits = jnp.einsum("btd,vd->btv", hidden, weight) / temperature
+        logits = jnp.where(allowed[:, 1:], logits[:, :-1], -1e30)
+        log_p = jax.nn.log_softmax(logits)
+        log_probs = jnp.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0]
+        entropies = -jnp.sum(jnp.exp(log_p) * log_p, -1)
+        found = (log_probs, entropies, jnp.sum(jnp.exp(2 * log_p), -1))
+        same = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
+        return tuple(jnp.pad(jnp.where(same, x, 0.0), ((0, 0), (1, 0))) for x in found)
+
+    found = run(everywhere, batch, temperature=0.7, chunk=chunk, support=support)
+    assert_close(found, run(dense, batch, temperature=0.7))
+    # Rows of the weight of tokens that are in no support have exactly no gradient.
+    support = np.where(support >= 0, support % 20, support)
+    support[:, ::5] = 0
+    batch = {**batch, "tokens": batch["tokens"] % 20}
+    support[..., 0] = batch["tokens"]
+    weight_bar = np.asarray(run(everywhere, batch, chunk=chunk, support=support)[-1])
+    assert np.abs(weight_bar[:20]).max() > 0.1 and (weight_bar[20:] == 0).all()
+    # The whole vocabulary is no other distribution.
+    whole = np.broadcast_to(np.arange(V, dtype=np.int32), (B, T, V))
+    for a, b in zip(
+        run(everywhere, batch, chunk=chunk, support=whole),
+        run(everywhere, batch, chunk=chunk),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
 def test_chosen_positions_equal_all_positions(batch, entropy):
     """Of a mask's positions the same values and the same gradients, of the others nothing."""

@@ -1,37 +1,20 @@
 """Samples that continue others: keys and values stay in the slot and change no sample."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
 import pytest
 import tiny
-from engine_work import LIMIT, ONE, assert_same, rollout_params
+from engine_work import LIMIT, NETWORKS, ONE, assert_same, made, rollout_params
 
 from jaxrl_llm.config import SpeculationConfig
-from jaxrl_llm.models.architecture import Experts, LatentAttentionSizes, LayerType
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout.engine import host_inputs
 from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.rollout.engine.requests import Request, RequestError, SamplingParams
 
 EPISODES, TURNS, SAMPLED = 5, 3, 4
-NETWORKS = {
-    "plain": tiny.SHAPE,
-    "experts and windows": dataclasses.replace(
-        tiny.SHAPE,
-        layers=(LayerType(window=9), LayerType(experts=True)),
-        experts=Experts(num=4, per_token=2, size=12),
-    ),
-    "latents": dataclasses.replace(
-        tiny.SHAPE,
-        qkv_bias=False,
-        num_kv_heads=4,
-        head_size=12,
-        latent=LatentAttentionSizes(kv_rank=16, plain_size=8, value_size=6, q_rank=20),
-    ),
-}
 
 
 @pytest.fixture
@@ -94,12 +77,6 @@ def played(engine, params, keeps=True, added=(7, 1, 9, 2, 5), routes=False):
                     visited[i] = np.pad(known, ((0, unknown), (0, 0)), constant_values=-1)
                 submit(i, (progress.request, progress.sample))
     return answers
-
-
-@functools.cache
-def made(name):
-    network = Network(NETWORKS[name])
-    return tiny.rollout_params(tiny.params(network), ONE, network)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_another_engine_samples_asynchronously(folder, new_weights):
     [
         (
             "mine",
-            "unknown engine 'mine'; known: jaxrl_llm; or your own as 'package.module:factory'",
+            "unknown engine 'mine'; known: jaxrl_llm, vllm; or your own as 'package.module:fac",
         ),
         ("no_such_module:Engine", "cannot import module 'no_such_module'"),
         ("no_file.py:Engine", "no file .*no_file.py; give it absolute or relative to"),

@@ -22,7 +22,13 @@ from engine_work import (
 )
 
 from jaxrl_llm.config import SpeculationConfig
-from jaxrl_llm.rollout.engine import device_programs, host_inputs, prefill, token_sampling
+from jaxrl_llm.rollout.engine import (
+    decode_steps,
+    device_programs,
+    host_inputs,
+    prefill,
+    token_sampling,
+)
 from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS, Request, SamplingParams
 from jaxrl_llm.rollout.engine.token_sampling import SamplerState
@@ -117,7 +123,12 @@ def after_a_prompt(slots=4000):
     )
     column = functools.partial(np.full, slots)
     sampler = SamplerState(
-        np.zeros((slots, 2), np.uint32), column(0.0), column(0), column(1.0), column(0.0)
+        np.zeros((slots, 2), np.uint32),
+        column(0.0),
+        column(0),
+        column(1.0),
+        column(0.0),
+        column(0),
     )
     # All read the same page of 16 tokens, none writes to it in one step.
     writes = host_inputs.page_writes([(0, 0, 0)], 1, slots)
@@ -134,7 +145,7 @@ def after_a_prompt(slots=4000):
         state, prefix, admission, writes
     )
     step = functools.partial(
-        device_programs.generate,
+        decode_steps.generate,
         tiny.NETWORK,
         params,
         table=np.zeros((slots, 1), np.int32),
@@ -172,7 +183,7 @@ def test_frequencies_are_those_of_the_distribution(params):
     guess = int(np.argsort(first)[-2])  # likely, and not what greedy decoding would take
     # Made to be the guess: it stands behind the last token's earlier place.
     history = state.history.at[:, 0].set(sequence[-1]).at[:, 1].set(guess).at[:, 2].set(5)
-    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "support_tokens": 0}
     fields = {
         name: jnp.full_like(getattr(state.sampler, name), value)
         for name, value in (defaults | params).items()

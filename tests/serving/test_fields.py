@@ -17,13 +17,23 @@ from serving_engine import SayingEngine
 from starlette.testclient import TestClient
 from written_calls import TOOLS
 
-from jaxrl_llm.serving import chat, fields, messages_api, protocol, tokenization
+from jaxrl_llm.serving import (
+    chat,
+    constraints,
+    fields,
+    messages_api,
+    protocol,
+    tokenization,
+)
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.driver import Driver
 from jaxrl_llm.serving.metrics import Metrics
 from jaxrl_llm.serving.protocol import ServedModel
+from jaxrl_llm.serving.responses_api import body, items
+from jaxrl_llm.serving.responses_api import fields as response_fields
 
 ROOT = pathlib.Path(__file__).parents[2]
+PLACES = {**fields.PLACES, **response_fields.PLACES}
 REQUIRED = ("model", "messages", "prompt", "max_tokens")  # the last one by this test
 MODELS = {
     "/v1/chat/completions": [chat.ChatBody],
@@ -31,6 +41,9 @@ MODELS = {
     "/tokenize": [tokenization.TokenizePrompt],
     "/detokenize": [tokenization.DetokenizeBody],
     "stream_options": [protocol.StreamOptions],
+    "response_format": [constraints.ResponseFormat],
+    "response_format.json_schema": [constraints.ResponseSchema],
+    "structured_outputs": [constraints.StructuredOutputsField],
     "messages": [chat.ChatMessage],
     "messages.tool_calls": [chat.MessageToolCall],
     "messages.tool_calls.function": [chat.CalledFunction],
@@ -54,6 +67,25 @@ MODELS = {
     "/v1/messages tool_choice": [messages_api.ApiToolChoice],
     "/v1/messages thinking": [messages_api.ThinkingConfig],
     "/v1/messages output_config": [messages_api.OutputConfig],
+    "/v1/messages output_config.format": [messages_api.OutputFormat],
+    "/v1/responses": [body.ResponsesBody],
+    "/v1/responses input": [
+        items.MessageItem,
+        items.FunctionCallItem,
+        items.FunctionCallOutputItem,
+        items.ReasoningItem,
+        items.ItemReference,
+    ],
+    "/v1/responses input.content": [
+        items.TextItemPart,
+        items.ImageItemPart,
+        items.SummaryPart,
+        items.ReasoningPart,
+    ],
+    "/v1/responses tools": [body.FunctionTool],
+    "/v1/responses tool_choice": [body.FunctionChoice],
+    "/v1/responses reasoning": [body.ReasoningConfig],
+    "/v1/responses text": [body.TextConfig],
 }
 
 
@@ -84,22 +116,22 @@ def walked(kind, place, known):
     ],
 )
 def test_no_field_of_the_sdk_is_unknown(kind, place):
-    sent = set(walked(kind, place, fields.PLACES))
+    sent = set(walked(kind, place, PLACES))
     assert len(sent) > 15
     unknown = {
         (place, name)
         for place, name in sent
         # A schema's own keys are the model's to read.
-        if not place.startswith("tools.function.") and name not in fields.PLACES.get(place, {})
+        if not place.startswith("tools.function.") and name not in PLACES.get(place, {})
     }
     assert unknown == set()
 
 
-@pytest.mark.parametrize("place", fields.PLACES)
+@pytest.mark.parametrize("place", PLACES)
 def test_the_table_says_what_the_models_take(place):
-    used = {name for name, rule in fields.PLACES[place].items() if rule.kind == "used"}
+    used = {name for name, rule in PLACES[place].items() if rule.kind == "used"}
     assert used == {name for model in MODELS[place] for name in model.model_fields}
-    assert all(model.rules is fields.PLACES[place] for model in MODELS[place])
+    assert all(model.rules is PLACES[place] for model in MODELS[place])
 
 
 def documented():
@@ -123,11 +155,11 @@ def test_the_page_shows_the_table():
         accepted = [*(json.dumps(value) for value in rule.neutral), "null"]
         return "only " + ", ".join(f"`{value}`" for value in accepted)
 
-    for place, rules in fields.PLACES.items():
+    for place, rules in PLACES.items():
         want = {name: shown(rule) for name, rule in rules.items()}
         said = {name: re.sub("^used: .*", "used", t) for name, t in documented()[place].items()}
         assert said == want, place
-    assert set(documented()) == set(fields.PLACES)
+    assert set(documented()) == set(PLACES)
 
 
 @contextlib.contextmanager
@@ -154,7 +186,7 @@ def post(client, place="/v1/chat/completions", **body):
 
 @pytest.mark.parametrize("place", ["/v1/chat/completions", "/v1/completions"])
 def test_no_op_fields_are_accepted_and_others_named(place):
-    rules = fields.PLACES[place]
+    rules = PLACES[place]
     with client_of("It is 2.") as (client, engine):
         plain = text_of_last(post(client, place), engine)
         neutral = {
@@ -184,10 +216,13 @@ def text_of_last(reply, engine):
 @pytest.mark.parametrize(
     ("sent", "place"),
     [
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"echo": True}, "echo"),
+        ({"repetition_penalty": 1e-9}, "repetition_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"bad_words": "x"}, "bad_words"),
+        ({"response_format": {"type": "json_schema"}}, "response_format: json_schema belongs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs: structural_tag="),
         ({"top_k": -2}, "top_k"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: 'messages' is set by"),

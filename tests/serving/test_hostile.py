@@ -31,6 +31,7 @@ HONEST = [
     ("/v1/completions", {"prompt": ["Übung", "你好"], "seed": 3, "n": 2, "max_tokens": 12}),
     ("/v1/completions", {"prompt": "In", "seed": 5, "stop": ["e", "begin"], "max_tokens": 30}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Count"}], "seed": 7}),
+    ("/v1/responses", {"input": "Count", "seed": 7, "max_output_tokens": 30}),
 ]
 
 # Text with halves of pairs, controls, right-to-left marks, characters of four bytes.
@@ -49,7 +50,10 @@ FIELDS = [
     *("prompt", "messages", "model", "n", "temperature", "top_p", "stop", "seed", "stream"),
     *("stream_options", "user", "metadata", "top_k", "min_p", "stop_token_ids", "ignore_eos"),
     *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "best_of", "echo"),
-    *("suffix", "logit_bias", "tools", "response_format", "frequency_penalty"),
+    *("suffix", "logit_bias", "tools", "response_format", "frequency_penalty", "prompt_logprobs"),
+    *("presence_penalty", "repetition_penalty", "min_tokens", "bad_words"),
+    *("input", "instructions", "previous_response_id", "store", "include", "text", "reasoning"),
+    *("max_output_tokens", "tool_choice"),
 ]
 # What a well-formed request may say; few kinds, so that few programs are compiled.
 LEGAL = {
@@ -63,12 +67,26 @@ LEGAL = {
     "max_tokens": st.integers(1, 63),
     "user": text,
     "ignore_eos": st.booleans(),
+    "prompt_logprobs": st.just(3),
+    "logit_bias": st.dictionaries(
+        st.integers(0, 321).map(str), st.sampled_from([-100, 0.5, 100]), max_size=40
+    ),
+    "presence_penalty": st.sampled_from([-2, 0.0, 1.5]),
+    "frequency_penalty": st.sampled_from([-2, 0.0, 2]),
+    "repetition_penalty": st.sampled_from([0.01, 1, 100]),
+    "min_tokens": st.integers(0, 20),
+    "bad_words": st.lists(text, max_size=4),
+}
+OF_COMPLETIONS = {
+    "echo": st.booleans(),
+    "logprobs": st.sampled_from([0, 3]),
+    "max_tokens": st.integers(0, 63),
 }
 bad_fields = st.dictionaries(st.sampled_from(FIELDS) | text, junk, max_size=3)
 bodies = st.builds(
     lambda prompt, legal, bad: {"model": "tiny-model", "prompt": prompt, **legal, **bad},
     st.text(min_size=1, max_size=40) | st.lists(st.integers(-1, 320), max_size=70),
-    st.fixed_dictionaries({}, optional=LEGAL),
+    st.fixed_dictionaries({}, optional=LEGAL | OF_COMPLETIONS),
     bad_fields,
 )
 chats = st.builds(
@@ -82,6 +100,31 @@ chats = st.builds(
     st.fixed_dictionaries({}, optional=LEGAL),
     bad_fields,
 )
+items = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from([
+            *("message", "function_call", "function_call_output", "reasoning", "item_reference"),
+            "web_search_call",
+        ]) | junk,
+        "id": text,
+        "role": st.sampled_from(["user", "assistant", "system"]) | junk,
+        "content": text | junk | st.just([{"type": "input_text", "text": "Count"}]),
+        "call_id": text,
+        "name": text,
+        "arguments": st.just("{}") | junk,
+        "output": text | junk,
+        "summary": junk,
+    },
+)  # fmt: skip
+responses = st.builds(
+    lambda items, limit, bad: {
+        "model": "tiny-model", "input": items, "max_output_tokens": limit, **bad
+    },
+    text | st.lists(items, max_size=4),
+    st.integers(1, 63),
+    bad_fields,
+)  # fmt: skip
 raw = st.binary(max_size=200) | st.sampled_from(
     [b"[" * 15000, b'{"n": ' + b"9" * 5000 + b"}", b'{"a":' * 3000, b'"\xed\xa0\x80"', b"{}" * 9000]
 )
@@ -95,6 +138,7 @@ class Hostile:
     body: bytes
     manner: str  # waits, or leaves: before the end of the body, at once, in the middle of a stream
     kind: str = "application/json"
+    method: str = "POST"
 
 
 def encoded(body):
@@ -107,7 +151,19 @@ hostile = st.builds(
     bodies.map(encoded) | bodies.map(encoded) | chats.map(encoded) | junk.map(encoded) | raw,
     st.sampled_from(["wait", "wait", "wait", "half", "at once", "stream", "stream"]),
     st.sampled_from(["application/json"] * 5 + ["text/plain", ""]),
-)
+) | st.builds(
+    Hostile,
+    st.sampled_from(["/v1/responses", "/v1/responses", "/v1/responses/input_tokens"]),
+    responses.map(encoded) | chats.map(encoded) | junk.map(encoded) | raw,
+    st.sampled_from(["wait", "wait", "half", "at once", "stream", "stream"]),
+) | st.builds(
+    lambda number, ending, method: Hostile(
+        f"/v1/responses/{number}{ending}", b"", "wait", method=method
+    ),
+    st.sampled_from(["resp_1", "%00", "%ff", "..", "x" * 5000, "%E5%A5%BD"]),
+    st.sampled_from(["", "/input_items", "/input_items?limit=999999", "?stream=true", "/cancel"]),
+    st.sampled_from(["GET", "DELETE", "POST", "PUT"]),
+)  # fmt: skip
 
 
 def streamed(body):
@@ -130,7 +186,8 @@ def send(url, client, request):
         return 0
     body = streamed(request.body) if request.manner == "stream" else request.body
     target = address.copy_with(raw_path=httpx.URL(url + "/").raw_path[:-1] + quoted(request.path))
-    with client.stream("POST", target, content=body, headers={"content-type": request.kind}) as r:
+    headers = {"content-type": request.kind}
+    with client.stream(request.method, target, content=body, headers=headers) as r:
         if request.manner == "stream" and r.status_code == 200:
             events = r.iter_lines()
             for line in itertools.islice(events, 3):
@@ -155,6 +212,8 @@ def honest_reply(client, path, fields):
             break
     assert reply.status_code == 200, reply.text
     whole = reply.json()
+    if "output" in whole:
+        return [item["content"] for item in whole["output"]], whole["usage"]
     return [(c["index"], c.get("text"), c.get("message")) for c in whole["choices"]], whole["usage"]
 
 

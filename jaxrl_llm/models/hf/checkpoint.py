@@ -332,7 +332,7 @@ def save_streamed(
         check_vocabulary(network.shape, tokenizer)
     config = config_writer.to_hf_config(network.shape, network.head, dtype.name, source_config)
     _set_token_ids(config, tokenizer, eos_token_ids)
-    files = _split_into_files(list(_tensors_to_write(network, read_tensor, dtype)), max_shard_bytes)
+    files = _split_into_files(list(exported_tensors(network, read_tensor, dtype)), max_shard_bytes)
 
     documents = {"config.json": config}
     if network.head == "lm":
@@ -371,8 +371,8 @@ def _set_token_ids(config: dict[str, Any], tokenizer: Any, eos_token_ids: Sequen
         config["eos_token_id"] = list(eos_token_ids) if is_list else eos_token_ids[0]
 
 
-def _tensors_to_write(network: Network, contents: TensorReader, dtype) -> Iterator[TensorToWrite]:
-    """Yields all tensors grouped by layer, so that a file holds whole layers."""
+def exported_tensors(network: Network, contents: TensorReader, dtype) -> Iterator[TensorToWrite]:
+    """Yields all tensors of an export grouped by layer, so that a file holds whole layers."""
     leaves = traverse_util.flatten_dict(network.abstract_params())
     fused_groups: dict[tuple[str, tuple[int, ...]], list[TensorName]] = collections.defaultdict(
         list

@@ -32,6 +32,11 @@ class IdleCalls(NamedTuple):
 
     jitted: EnginePrograms
     execute: Callable[..., Any]
+    num_support: int = 0  # `SamplingParams.support_tokens` of the run
+
+    @property
+    def _outputs(self) -> dict[str, int]:
+        return {"num_top": 0, "num_support": self.num_support}
 
     def prefill(self, params: Params, rows: int, width: int, vector_size: int = 0) -> Any:
         """Prefills rows without prompts, with image inputs if `vector_size` > 0."""
@@ -48,7 +53,7 @@ class IdleCalls(NamedTuple):
             num_writes = jitted.num_writes(prefix, size)
             inputs = samples, host_inputs.page_writes([], num_writes, jitted.pages.num_pages)
             state, _ = self.execute(
-                jitted.insert, state, prefix, *inputs, filtered=filtered, num_top=0
+                jitted.insert, state, prefix, *inputs, filtered=filtered, **self._outputs
             )
         return state, prefix
 
@@ -56,7 +61,14 @@ class IdleCalls(NamedTuple):
         """Decodes no step: enough slots, 0, are free before the first."""
         table = self.jitted.pages.table([], self.jitted.num_slots)
         return self.execute(
-            self.jitted.generate, params, state, table, np.int32(0), num_top=0, **sizes
+            self.jitted.generate,
+            params,
+            state,
+            table,
+            np.int32(0),
+            None,  # no adjustments of logits
+            **self._outputs,
+            **sizes,
         )
 
     def extend(
@@ -71,7 +83,7 @@ class IdleCalls(NamedTuple):
         tokens = host_inputs.chunked_prefill_inputs(
             [], [], rows, width, table, history_tokens=history_tokens
         )
-        return self.execute(jitted.extend, params, state, tokens, samples, num_top=0, **sizes)
+        return self.execute(jitted.extend, params, state, tokens, samples, **self._outputs, **sizes)
 
     def move_and_release(self, params: Params, state: DecodeState) -> Any:
         """Moves no sample and frees no slot."""
@@ -119,13 +131,14 @@ def _decode_programs(jitted: EnginePrograms, filters: Sequence[bool]) -> list[Pr
 
 
 def _chunked_prefill_programs(jitted: EnginePrograms, filters: Sequence[bool]) -> list[Program]:
-    shapes = host_inputs.chunked_prefill_shapes(jitted.num_slots)
+    shapes = jitted.extend_shapes
     return [
         Program(
             f"reading {width} tokens after {window} in {rows} slots{_suffix(filtered)}",
             functools.partial(
                 IdleCalls.extend, rows=rows, width=width, window=window, filtered=filtered
             ),
+            (jitted.slot_counts[0], window, 2, rows * width),
         )
         for filtered in filters
         for (rows, width), window in itertools.product(shapes, jitted.read_windows)
@@ -140,13 +153,18 @@ def _suffix(filtered: bool) -> str:
 
 
 def warmup_programs(
-    jitted: EnginePrograms, num_prompts: int, prompt_tokens: int, filters: Sequence[bool] = (False,)
+    jitted: EnginePrograms,
+    num_prompts: int,
+    prompt_tokens: int,
+    filters: Sequence[bool] = (False,),
+    continues: bool = False,
 ) -> list[Program]:
     """Warm-up programs of a server, the smallest first.
 
     Afterwards nothing compiles while up to `num_prompts` prompts of up to `prompt_tokens` are
     prefilled together, unless a request asks for top log-probs. `filters` are the values of
-    `SamplingParams.is_filtered`, each with its own programs.
+    `SamplingParams.is_filtered`, each with its own programs; `continues` adds those that read
+    tokens after cached ones.
     """
     shapes = {
         shape
@@ -156,6 +174,8 @@ def warmup_programs(
     programs = [_MOVE_PROGRAM] if filters else []
     for each in ((filtered,) for filtered in filters):
         by_filter = _prefill_programs(jitted, shapes, each) + _decode_programs(jitted, each)
+        if continues:
+            by_filter += _chunked_prefill_programs(jitted, each)
         programs += sorted(by_filter, key=lambda program: program.order)
     return programs
 
@@ -182,6 +202,7 @@ def compile_tasks(
     params: Params,
     filters: Sequence[bool],
     multi_turn: bool = False,
+    support_tokens: int = 0,
 ) -> dict[str, CompileTask]:
     """Compile functions of a run's programs, by name; independent, so that threads can run them.
 
@@ -191,6 +212,7 @@ def compile_tasks(
       params: Rollout parameters; shapes, dtypes and shardings suffice.
       filters: The values of `SamplingParams.is_filtered`, each with its own programs.
       multi_turn: Also the programs for chunked prefill, for multi-turn runs.
+      support_tokens: `SamplingParams.support_tokens` of the run.
     """
     programs, max_programs = _decode_programs(jitted, filters), _MAX_DECODE_PROGRAMS
     if multi_turn:
@@ -200,7 +222,8 @@ def compile_tasks(
 
     def compile_program(program: Program) -> None:
         with jax.set_mesh(jitted.mesh):
-            program.idle_call(IdleCalls(jitted, _compile), params, jitted.abstract_state)
+            calls = IdleCalls(jitted, _compile, support_tokens)
+            program.idle_call(calls, params, jitted.abstract_state)
 
     return {
         program.name: functools.partial(compile_program, program)

@@ -1,5 +1,6 @@
 """Compiled programs of an engine: static and donated arguments, and shardings."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,11 @@ from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.packing.packed_batch import bucket
 from jaxrl_llm.rollout.engine import (
     decode_attention,
+    decode_steps,
     device_programs,
+    host_inputs,
     kv_cache,
+    masked_decoding,
     prefill,
 )
 from jaxrl_llm.rollout.engine.page_allocator import CacheLayout
@@ -39,11 +43,14 @@ class EnginePrograms:
         speculation: SpeculationConfig,
         keeps_routes: bool,
         cache_tokens: int,
+        prefix_caching: bool = False,
     ):
         self.mesh, self.num_slots, self.max_tokens = mesh, num_slots, max_tokens
         # waits for programs compiled in the background
         self.wait_compiled: Callable[[], None] = lambda: None
         self.num_routes = network.num_routes if keeps_routes else 0
+        self.prefix_caching = prefix_caching and not self.num_routes
+        self.extend_shapes = host_inputs.chunked_prefill_shapes(num_slots, self.prefix_caching)
         self._replicated = mesh_lib.replicated(mesh)
         with_rules = mesh_lib.axis_rules(mesh_lib.ROLLOUT_ACTIVATIONS[layout])
         # Two programs: one for refills, one for the first fill.
@@ -84,11 +91,11 @@ class EnginePrograms:
         prefill_program = _named_partial(
             prefill.prefill, network, piece_tokens=prefill.PREFILL_CHUNK_TOKENS
         )
-        self.prefill = jax.jit(with_rules(prefill_program))
+        self.prefill = jax.jit(with_rules(prefill_program), static_argnames="num_prompt_top")
         jit_with_outputs = functools.partial(
             jax.jit, out_shardings=(self.state_shardings, self._replicated)
         )
-        switches = ("filtered", "num_top")
+        switches = ("filtered", "num_top", "num_support")
         insert = _named_partial(device_programs.insert, split=split)
         self.insert = jit_with_outputs(
             with_rules(insert), static_argnames=switches, donate_argnums=0
@@ -103,7 +110,7 @@ class EnginePrograms:
             donate_argnums=1,
         )
         decode = _named_partial(
-            device_programs.generate,
+            decode_steps.generate,
             network,
             split=split,
             num_steps=chunk_steps,
@@ -116,11 +123,64 @@ class EnginePrograms:
         self.generate = jit_with_outputs(
             with_rules(decode), static_argnames=statics, donate_argnums=1
         )
+        self._jit_masked_decoding(
+            network, split, with_rules, reader=reader, steps=chunk_steps, keeps_routes=keeps_routes
+        )
         in_place = functools.partial(jax.jit, donate_argnums=0, out_shardings=self.state_shardings)
         self.release = in_place(device_programs.release)
         self.move = in_place(device_programs.move)
         # Slots split over devices cannot be compacted: all of them decode, always.
         self.slot_counts = (num_slots,) if split.slot_axes else slot_counts(num_slots)
+
+    def _jit_masked_decoding(
+        self,
+        network: Network,
+        split: kv_cache.CacheSharding,
+        with_rules: Callable[[Any], Any],
+        *,
+        reader: decode_attention.CacheReader,
+        steps: int,
+        keeps_routes: bool,
+    ) -> None:
+        """The programs of `masked_decoding`; the slots and the buffer keep their shardings."""
+        live = dataclasses.replace(self.state_shardings, cache=device_programs.NO_CACHE)
+        entries = NamedSharding(self.mesh, split.array_spec)
+        positions = NamedSharding(self.mesh, PartitionSpec(split.slot_axes))
+        layers = len(self.state_shardings.cache.keys), len(self.state_shardings.cache.values)
+        recent: Any = kv_cache.WriteBuffer(*((entries,) * count for count in layers), positions)  # type: ignore
+        logits = with_rules(mesh_lib.activation_sharding)(
+            (self.num_slots, network.shape.vocab_size), ("batch", "vocab"), self.mesh
+        )
+        begin = _named_partial(
+            masked_decoding.begin, network, split=split, num_steps=steps, reader=reader
+        )
+        self.begin_masked = jax.jit(
+            with_rules(begin),
+            out_shardings=(None, live, recent),
+            static_argnames=("num_slots", "window"),
+        )
+        forward = _named_partial(
+            masked_decoding.forward,
+            network,
+            split=split,
+            reader=reader,
+            keeps_routes=keeps_routes,
+        )
+        self.forward_masked = jax.jit(
+            with_rules(forward),
+            out_shardings=(recent, logits, positions),
+            static_argnames=("window",),
+            donate_argnums=4,  # the buffer
+        )
+        self.sample_masked = jax.jit(
+            with_rules(masked_decoding.sample),
+            out_shardings=(live, self._replicated),
+            static_argnames=("filtered", "num_top", "num_support"),
+        )
+        end = _named_partial(masked_decoding.end, split=split)
+        self.end_masked = jax.jit(
+            with_rules(end), out_shardings=self.state_shardings, donate_argnums=0
+        )
 
     def num_writes(self, prefix: prefill.Prefix, size: int) -> int:
         """Number of pages written by an insert of `size` samples: prompts once, plus their ends."""

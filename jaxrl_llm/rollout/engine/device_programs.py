@@ -1,10 +1,11 @@
-"""Device programs of rollout after prefill: insert, extend, generate, move, release.
+"""Device programs of rollout after prefill: insert, extend, move, release; states of slots.
 
 Rollout parameters and the cache have one entry per layer instead of stacked layers: a decode step
 that scans stacked arrays copies the whole cache every step.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl_llm.models.attention_modules import AttentionInputs
 from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.models.transformer import ROUTE_DTYPE, Network, Params
-from jaxrl_llm.rollout.engine import decode_attention, kv_cache, token_sampling
+from jaxrl_llm.rollout.engine import decode_attention, kv_cache, logit_adjustments, token_sampling
 from jaxrl_llm.rollout.engine.decode_attention import CacheReader
 from jaxrl_llm.rollout.engine.kv_cache import (
     NO_POSITION,
@@ -25,9 +26,10 @@ from jaxrl_llm.rollout.engine.kv_cache import (
     PagedView,
     WriteBuffer,
 )
+from jaxrl_llm.rollout.engine.logit_adjustments import LogitAdjustments
 from jaxrl_llm.rollout.engine.prefill import Prefix
 from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS
-from jaxrl_llm.rollout.engine.token_sampling import SamplerState
+from jaxrl_llm.rollout.engine.token_sampling import SamplerState, TokenMasks
 
 NO_CACHE = Cache((), ())
 
@@ -61,6 +63,7 @@ class Outputs:
     log_probs: Float[Array, "rounds S"]
     top_tokens: Int[Array, "rounds S k"]
     top_log_probs: Float[Array, "rounds S k"]
+    support: Int[Array, "rounds S n"]  # tokens among which each was drawn; -1: padding
     # Experts chosen for the token before each; empty from `insert`.
     routes: Int[Array, "rounds S routes"]
     remaining: Int[Array, " S"]  # tokens that may still be sampled; 0: the sample ended
@@ -77,6 +80,8 @@ class InsertArgs:
     stop_tokens: Int[Array, "n stops"]
     sampler: SamplerState
     rotary_offsets: Int[Array, " n"]  # of rotary positions, see `DecodeState`
+    adjustments: LogitAdjustments | None = None  # None: logits are sampled from as they are
+    masks: TokenMasks | None = None  # tokens that grammars allow; None: no sample has a grammar
 
 
 @jax.tree_util.register_dataclass
@@ -129,7 +134,7 @@ def empty_state(
         remaining=zeros,
         stop_tokens=jnp.full((num_slots, NUM_STOP_TOKENS), -1, jnp.int32),
         history=jnp.zeros((num_slots, history_tokens), jnp.int32),
-        sampler=SamplerState(keys, ones, zeros, ones, jnp.zeros_like(ones)),
+        sampler=SamplerState(keys, ones, zeros, ones, jnp.zeros_like(ones), zeros),
     )
 
 
@@ -142,11 +147,13 @@ def insert(
     split: CacheSharding = REPLICATED,
     filtered: bool,
     num_top: int,
+    num_support: int = 0,
 ) -> tuple[DecodeState, Outputs]:
     """Writes prompts to pages and samples the first token of each sample, a column of outputs."""
     a = admission
     lengths, logits = prefix.lengths[a.prompt_indices], prefix.logits[a.prompt_indices]
-    state, outputs = _enter(state, a, logits, lengths, filtered, num_top)
+    switches: Any = {"filtered": filtered, "num_top": num_top, "num_support": num_support}
+    state, outputs = _enter(state, a, logits, lengths, **switches)
     history = state.history
     if history.shape[1]:
         # Tokens past the end of a prompt are overwritten before they are read.
@@ -162,12 +169,30 @@ def insert(
 
 
 def _enter(
-    state: DecodeState, admission: InsertArgs, logits, lengths, filtered: bool, num_top: int
+    state: DecodeState,
+    admission: InsertArgs,
+    logits: Float[Array, "n V"],
+    lengths: Int[Array, " n"],
+    *,
+    filtered: bool,
+    num_top: int,
+    num_support: int,
 ) -> tuple[DecodeState, Outputs]:
     """Samples the token after the first `lengths` of each sample, and initializes its slot."""
-    tokens, log_probs = token_sampling.sample(logits, lengths, admission.sampler, filtered=filtered)
+    if (adjustments := admission.adjustments) is not None:
+        vocab_size = logits.shape[-1]
+        counts = logit_adjustments.token_counts(adjustments, vocab_size)
+        bias = logit_adjustments.dense_bias(adjustments, vocab_size)
+        logits = logit_adjustments.adjusted_logits(
+            logits[:, None], lengths[:, None], adjustments, bias, counts, adjustments.history[:, :0]
+        )[:, 0]
+    if admission.masks is not None:
+        logits = token_sampling.mask_logits(logits, admission.masks)
+    tokens, log_probs, support = token_sampling.sample_with_support(
+        logits, lengths, admission.sampler, filtered=filtered, num_support=num_support
+    )
     tops = token_sampling.top_log_probs(logits, admission.sampler, num_top)
-    remaining = jnp.where(_is_stop(tokens, admission.stop_tokens), 0, admission.max_new_tokens - 1)
+    remaining = jnp.where(is_stop(tokens, admission.stop_tokens), 0, admission.max_new_tokens - 1)
 
     def write_slots(target, value):
         return target.at[admission.slots].set(value, mode="drop")
@@ -182,7 +207,7 @@ def _enter(
         sampler=jax.tree.map(write_slots, state.sampler, admission.sampler),
     )
     no_routes = jnp.zeros((len(tokens), 0), ROUTE_DTYPE)
-    columns = [a[None] for a in (tokens, log_probs, *tops, no_routes)]
+    columns = [a[None] for a in (tokens, log_probs, *tops, support, no_routes)]
     return state, Outputs(*[*columns, remaining + 0])
 
 
@@ -198,6 +223,7 @@ def extend(
     reader: CacheReader,
     filtered: bool,
     num_top: int,
+    num_support: int = 0,
     keeps_routes: bool = False,
 ) -> tuple[DecodeState, Outputs, Int[Array, "n W routes"]]:
     """Chunked prefill: reads tokens that follow those in pages, and samples the next of each.
@@ -234,7 +260,7 @@ def extend(
     )
     offsets = admission.rotary_offsets[:, None]
     rotary = network.rotary(query_positions + offsets if sights is None else sights.positions)
-    x, keys, values, routes = _forward(
+    x, keys, values, routes = forward_layers(
         network,
         params,
         cache_view,
@@ -249,7 +275,8 @@ def extend(
     last_hidden = jnp.take_along_axis(x, (continuation.lengths - 1)[:, None, None], axis=1)
     logits = network.logits(params, network.norm(params, last_hidden))[:, 0]
     lengths = continuation.cached_lengths + continuation.lengths
-    state, outputs = _enter(state, admission, logits, lengths, filtered, num_top)
+    switches: Any = {"filtered": filtered, "num_top": num_top, "num_support": num_support}
+    state, outputs = _enter(state, admission, logits, lengths, **switches)
     history = state.history
     if history.shape[1]:
         history = history.at[admission.slots].set(continuation.history, mode="drop")
@@ -279,152 +306,11 @@ def release(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:
     return dataclasses.replace(state, remaining=jnp.where(slots, 0, state.remaining))
 
 
-def _is_stop(tokens: Int[Array, " S"], stops: Int[Array, "S stops"]) -> Bool[Array, " S"]:
+def is_stop(tokens: Int[Array, " S"], stops: Int[Array, "S stops"]) -> Bool[Array, " S"]:
     return (tokens[:, None] == stops).any(-1)
 
 
-def generate(
-    network: Network,
-    params: Params,
-    state: DecodeState,
-    table: Int[Array, "S pages"],
-    free_target: Int[Array, ""],
-    *,
-    split: CacheSharding = REPLICATED,
-    num_steps: int,
-    num_slots: int,
-    window: int,
-    reader: CacheReader,
-    filtered: bool,
-    num_top: int,
-    draft_tokens: int = 0,
-    ngram_tokens: int = 0,
-    keeps_routes: bool = False,
-) -> tuple[DecodeState, Outputs]:
-    """Decodes a chunk: until `num_steps` are done, or `free_target` slots are free for refill.
-
-    Args, static except for the page table of all slots and `free_target`:
-      split: Sharding of slots and pages over devices.
-      num_slots: Slots from this one on are free and not computed.
-      window: At least the tokens of every slot before the first step.
-      reader: How attention reads the cache.
-      num_top: Number of most likely tokens to report.
-      keeps_routes: Whether to report the experts chosen for each token.
-    """
-    width = 1 + draft_tokens
-    table = table[:num_slots]
-    small = dataclasses.replace(state, cache=NO_CACHE)
-    live = jax.tree.map(lambda a: a[:num_slots], small)
-    cached_ends = live.positions  # one past the last position in the pages
-    cache_args = network.shape, state.cache, split, table
-    cache_view = decode_attention.make_cache_view(
-        *cache_args, jnp.where(live.remaining > 0, cached_ends, 0), window, reader
-    )
-    num_tokens = num_steps * width
-    recent = kv_cache.empty_write_buffer(
-        network.shape, num_slots, num_tokens, state.cache.keys[0].dtype
-    )
-    first_positions = live.positions[:, None]
-    angles = network.rotary(first_positions + live.rotary_offsets[:, None] + jnp.arange(num_tokens))
-    num_routes = network.num_routes if keeps_routes else 0
-
-    def step(carry):
-        """Feeds every active slot its last token and samples the next.
-
-        With speculation it feeds Q - 1 drafts after that token, samples after each of them, and
-        accepts the samples after right drafts. Inactive slots are computed but change nothing. The
-        step's tokens are at `start` in `recent`; `live` is the slots' state without the cache.
-        """
-        number, live, recent, outputs = carry
-        start = number * width
-        active = live.remaining > 0
-        inputs = live.tokens[:, None]  # [S, Q]
-        drafts = inputs[:, :0]
-        if draft_tokens:
-            history = live.history[:, : window + num_tokens]
-            drafts = token_sampling.prompt_lookup_drafts(
-                history, live.positions, draft_tokens, ngram_tokens
-            )
-            inputs = jnp.concatenate([inputs, jnp.maximum(drafts, 0)], axis=1)
-        query_positions = live.positions[:, None] + jnp.arange(width)
-
-        def positions_of_first(count: Int[Array, " S"]) -> Int[Array, "S recent"]:
-            positions = jnp.where(jnp.arange(width) < count[:, None], query_positions, NO_POSITION)
-            return lax.dynamic_update_slice_in_dim(recent.positions, positions, start, axis=1)
-
-        positions = positions_of_first(jnp.where(active, width, 0))
-        # Inactive slots see no page, so kernels skip theirs. Computed here once for all layers.
-        active_ends = jnp.where(active, cached_ends, 0)
-        copied_window = window if reader == "gather" else 0
-        visibility = decode_attention.make_visibility(
-            network.shape, query_positions, active_ends, positions, copied_window
-        )
-        steps = (query_positions - first_positions)[:, :, None, None]
-        rotary = jax.tree.map(lambda table: jnp.take_along_axis(table, steps, axis=1), angles)
-        x, keys, values, routes = _forward(
-            network, params, cache_view, split, recent, start, inputs, rotary, visibility
-        )
-        logits = network.logits(params, network.norm(params, x))
-        routes = routes[..., :num_routes]
-        next_positions = query_positions + 1
-        flat = logits.reshape(num_slots * width, -1)
-        sampler = jax.tree.map(lambda a: jnp.repeat(a, width, axis=0), live.sampler)
-        sampled = (
-            *token_sampling.sample(flat, next_positions.reshape(-1), sampler, filtered=filtered),
-            *token_sampling.top_log_probs(flat, sampler, num_top),
-        )
-        drawn, log_probs, *tops = (a.reshape(num_slots, width, *a.shape[1:]) for a in sampled)
-        if draft_tokens:
-            accepted = token_sampling.acceptance_mask(
-                drawn, drafts, live.stop_tokens, live.remaining
-            )
-            count = accepted.sum(axis=1)
-            last = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-            end = live.history.shape[1]  # past it: dropped
-            write_at = jnp.where(accepted, next_positions, end + jnp.arange(width))
-            history = live.history.at[jnp.arange(num_slots)[:, None], write_at].set(
-                drawn, mode="drop", unique_indices=True
-            )
-            positions = positions_of_first(count)
-        else:
-            accepted, count, last, history = active[:, None], active, drawn[:, 0], live.history
-        tokens = jnp.where(active, last, live.tokens)
-        remaining = jnp.where(_is_stop(tokens, live.stop_tokens), 0, live.remaining - count)
-        live = dataclasses.replace(
-            live,
-            tokens=tokens,
-            positions=live.positions + count,
-            remaining=jnp.where(active, remaining, 0),
-            history=history,
-        )
-        step_outputs = (
-            jnp.where(accepted, drawn, -1),
-            jnp.where(accepted, log_probs, 0.0),
-            *tops,
-            routes,
-        )
-        outputs = tuple(
-            array.at[number].set(jnp.swapaxes(row, 0, 1))
-            for array, row in zip(outputs, step_outputs, strict=True)
-        )
-        return number + 1, live, WriteBuffer(keys, values, positions), outputs
-
-    def unfinished(carry):
-        number, live, *_ = carry
-        return (number < num_steps) & ((live.remaining == 0).sum() < free_target)
-
-    dims = (num_steps, width, num_slots)
-    tokens, log_probs = jnp.full(dims, -1, jnp.int32), jnp.zeros(dims, jnp.float32)
-    tops = (jnp.zeros((*dims, num_top), dtype) for dtype in (jnp.int32, jnp.float32))
-    empty_outputs = (tokens, log_probs, *tops, jnp.zeros((*dims, num_routes), ROUTE_DTYPE))
-    _, live, recent, outputs = lax.while_loop(unfinished, step, (0, live, recent, empty_outputs))
-    cache = kv_cache.flush_buffer(state.cache, split, recent, table, by_slot=True)
-    rounds = [a.reshape(num_tokens, *a.shape[2:]) for a in outputs]
-    small = jax.tree.map(lambda whole, part: whole.at[:num_slots].set(part), small, live)
-    return dataclasses.replace(small, cache=cache), Outputs(*[*rounds, live.remaining + 0])
-
-
-def _forward(
+def forward_layers(
     network, params, cache_view, split, recent, start, inputs, rotary, visibility, sights=None
 ):
     """Last hidden states [S, Q, D], recent keys and values with this step's, and routes."""

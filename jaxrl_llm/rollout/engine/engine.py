@@ -3,8 +3,8 @@
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,6 +16,8 @@ from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.packing.packed_batch import bucket
 from jaxrl_llm.rollout.engine import aot_programs, device_programs, host_inputs
 from jaxrl_llm.rollout.engine.compiled_programs import MOVES, EnginePrograms
+from jaxrl_llm.rollout.engine.grammars import token_masks
+from jaxrl_llm.rollout.engine.logit_adjustments import LogitAdjustments, adjustment_arrays
 from jaxrl_llm.rollout.engine.page_allocator import PageAllocator
 from jaxrl_llm.rollout.engine.prefill import Prefix
 from jaxrl_llm.rollout.engine.prefill_batcher import PrefillBatcher
@@ -41,6 +43,7 @@ class _Chunk(NamedTuple):
     version: int  # of the weights
     num_slots: int
     queue_waits: bool
+    step_tokens: int  # maximum a step adds to a slot
 
 
 class Engine:
@@ -63,6 +66,7 @@ class Engine:
         keeps_routes: bool = False,
         cache_tokens: int = 0,
         prompt_shapes: Sequence[host_inputs.RowShape] = (),
+        prefix_caching: bool = False,
     ):
         """
         Args:
@@ -75,6 +79,9 @@ class Engine:
             times `max_tokens`. Each shard of the slots holds at least `max_tokens`.
           prompt_shapes: Prefill shapes, see `host_inputs.prefill_shapes`; other prompts get rows
             that fit them, and each new shape is another program.
+          prefix_caching: Whether prompts read the keys and values of what they have in common with
+            earlier requests of the same weights. No effect with `keeps_routes`: the experts of a
+            prompt are known only where it is computed.
         """
         self.network, self.mesh, self.layout = network, mesh, layout
         self.num_slots, self.max_tokens, self.chunk_steps = num_slots, max_tokens, chunk_steps
@@ -91,11 +98,13 @@ class Engine:
             speculation=speculation,
             keeps_routes=keeps_routes,
             cache_tokens=cache_tokens,
+            prefix_caching=prefix_caching,
         )
         self.limits = RequestLimits.for_network(
             network, max_tokens, decode, self.programs.num_routes
         )
         self.prompt_shapes = prompt_shapes
+        self.prefix_caching = self.programs.prefix_caching
         self.reset()
 
     def clone(self) -> "Engine":
@@ -107,9 +116,9 @@ class Engine:
     def reset(self) -> None:
         """Drops all requests and frees the KV cache; keeps compiled programs."""
         self.statistics = EngineStatistics()  # `generate` resets when it begins
-        self._pages = PageAllocator(self.programs.pages)
+        self._pages = PageAllocator(self.programs.pages, prefix_caching=self.prefix_caching)
         self._scheduler = Scheduler(self._decode, self._pages, self._chunk_tokens)
-        read = lambda *args: self.programs.prefill(*args)  # noqa: E731
+        read = lambda *args, **top: self.programs.prefill(*args, **top)  # noqa: E731
         num_routes = self.programs.num_routes
         self._reader = PrefillBatcher(
             read, self.max_tokens, self.statistics, num_routes, self.prompt_shapes
@@ -130,7 +139,8 @@ class Engine:
     def num_compilations(self) -> int:
         """Number of programs compiled so far."""
         names = ("empty", "prefill", "insert", "extend", "generate", "release", "move")
-        return sum(getattr(self.programs, name)._cache_size() for name in names)
+        masked = ("begin_masked", "forward_masked", "sample_masked", "end_masked")
+        return sum(getattr(self.programs, name)._cache_size() for name in (*names, *masked))
 
     def compile(self, params: Params, program: aot_programs.Program) -> None:
         """Compiles one of `warmup_programs`; allowed between any two calls of `step`."""
@@ -140,13 +150,17 @@ class Engine:
             self._state = program.idle_call(calls, params, state)[0]
 
     def programs_to_compile(
-        self, params: Params, filters: Sequence[bool], continues: bool = False
+        self,
+        params: Params,
+        filters: Sequence[bool],
+        continues: bool = False,
+        support_tokens: int = 0,
     ) -> dict[str, Callable[[], None]]:
         """Returns by name the functions that compile the programs of a run, see
         `aot_programs.compile_tasks`.
         """
         return aot_programs.compile_tasks(
-            self.programs, self.prompt_shapes, params, filters, continues
+            self.programs, self.prompt_shapes, params, filters, continues, support_tokens
         )
 
     def wait_before_steps(self, wait: Callable[[], None]) -> None:
@@ -197,12 +211,12 @@ class Engine:
         with jax.set_mesh(self.mesh):
             began = time.perf_counter()
             if self._reader.reset_if_new_weights(params):
-                self._pages.clear_prompts()
+                self._scheduler.drop_cache()
             if chunk is None:
                 # Active samples get their pages before others enter.
                 scheduler.reserve(self._chunk_tokens, preempt=True)
                 # Again until no slot is free: a sample may end with its first token.
-                while entering := scheduler.schedule():
+                while entering := scheduler.schedule(self._reader.batched_requests):
                     fresh = [sample for sample in entering if sample.needs_full_prefill]
                     others = [sample for sample in entering if not sample.needs_full_prefill]
                     for batch in self._reader.prefill_batches(params, fresh, scheduler):
@@ -211,17 +225,22 @@ class Engine:
                 scheduler.reserve(self._chunk_tokens, preempt=True)
                 self.statistics.recomputed_tokens = scheduler.recomputed_tokens
                 self.statistics.num_preemptions = scheduler.num_preempted
+                self.statistics.prefix_cache_queries = scheduler.prefix_cache_queries
+                self.statistics.prefix_cache_hits = scheduler.prefix_cache_hits
             filled = time.perf_counter()
             self.statistics.prefill_s += filled - began
             if self.num_active:
                 if chunk is None:
                     num_slots = self._apply_moves()
-                    chunk = self._dispatch(
-                        params, version, num_slots, max(scheduler.active_lengths())
-                    )
-                if ahead:
-                    self._chunk = self._dispatch_ahead(params, version, chunk)
-                self._read_chunk(chunk)
+                    longest = max(scheduler.active_lengths())
+                    if any(sample.is_constrained for sample in scheduler.active.values()):
+                        self._decode_masked(params, version, num_slots, longest)
+                    else:
+                        chunk = self._dispatch(params, version, num_slots, longest)
+                if chunk is not None:
+                    if ahead:
+                        self._chunk = self._dispatch_ahead(params, version, chunk)
+                    self._read_chunk(chunk)
                 self.statistics.peak_pages = self._pages.peak_used
                 self.statistics.decode_s += time.perf_counter() - filled
         return scheduler.progress()
@@ -265,15 +284,18 @@ class Engine:
         finally:
             # Frees the cache and a chunk without active slots; statistics stay.
             self._state = self._chunk = None
+            self._scheduler.drop_cache()
 
     def _insert(self, prefix: Prefix, prompts: dict[Sample, int], version: int) -> None:
         """Inserts samples into slots; `prompts` maps them to their prompts in the prefix."""
-        filtered, num_top = self._static_arguments(prompts)
+        switches = self._static_arguments(prompts)
         entering = [(index, s.slot, s.key, s.params) for s, index in prompts.items()]
         size = min(n for n in self.programs.insert_sizes if n >= len(prompts))
         offsets = [sample.offset for sample in prompts]
+        adjustments = self._adjustments(enumerate(prompts), size)
         writes = [(page, index, at) for s, index in prompts.items() for page, at in s.page_writes]
         max_writes = self.programs.num_writes(prefix, size)
+        masks = self._entry_masks(list(prompts), size)
         # Several parts: each shard of the slots has its own pages.
         parts = [writes[i : i + max_writes] for i in range(0, len(writes), max_writes)] or [[]]
         for number, part in enumerate(parts, 1):
@@ -281,10 +303,11 @@ class Engine:
             self._state, outputs = self.programs.insert(
                 self._state or self.programs.empty(),
                 prefix,
-                host_inputs.insert_args(samples, size, self.num_slots, offsets[: len(samples)]),
+                host_inputs.insert_args(
+                    samples, size, self.num_slots, offsets[: len(samples)], adjustments, masks
+                ),
                 host_inputs.page_writes(part, max_writes, self.programs.pages.num_pages),
-                filtered=filtered,
-                num_top=num_top,
+                **switches,
             )
         self._scheduler.record_inserted(
             list(prompts), kv_store_broadcast.device_get(outputs), version
@@ -300,19 +323,22 @@ class Engine:
         tokens = {sample: sample.tokens for sample in continuing}
         layout, history_tokens = self.programs.pages, self.programs.history_tokens
         while next_token:
-            longest = max(s.num_tokens - n for s, n in next_token.items())
-            rows, width = host_inputs.chunked_prefill_shape(
-                longest, len(next_token), self.num_slots
+            rows, width, in_order = host_inputs.chunked_prefill_batch(
+                [s.num_tokens - n for s, n in next_token.items()],
+                self.programs.extend_shapes,
+                longest_first=self.prefix_caching,
             )
-            chunk = list(next_token.items())[:rows]
+            unread = list(next_token.items())
+            chunk = [unread[i] for i in in_order]
             samples = [sample for sample, _ in chunk]
             chunk_tokens = [tokens[sample][n : n + width] for sample, n in chunk]
             ends = [n + width >= len(tokens[sample]) for sample, n in chunk]
+            entered = [s if end else None for s, end in zip(samples, ends, strict=True)]
             sights_and_offsets = [
                 (host_inputs.extended_image_inputs(s.sights, s.num_tokens, s.offset), s.offset)
                 for s in samples
             ]
-            filtered, num_top = self._static_arguments(next_token)
+            switches = self._static_arguments(next_token)
             # A token is sampled after every chunk; only the one after the last chunk is kept.
             params_of = [
                 s.remaining_params if end else _ONE_TOKEN
@@ -336,11 +362,15 @@ class Engine:
                 self._state or self.programs.empty(),
                 continuation,
                 host_inputs.insert_args(
-                    entering, rows, self.num_slots, [n for _, n in sights_and_offsets]
+                    entering,
+                    rows,
+                    self.num_slots,
+                    [n for _, n in sights_and_offsets],
+                    self._adjustments(enumerate(samples), rows),
+                    self._entry_masks(entered, rows),
                 ),
                 window=_at_least(max(starts), self.programs.read_windows),
-                filtered=filtered,
-                num_top=num_top,
+                **switches,
             )
             self.statistics.prefill_tokens += sum(map(len, chunk_tokens))
             self.statistics.prefill_positions += rows * width
@@ -351,7 +381,6 @@ class Engine:
                     sample.completion.routes.append(
                         visited[row, num_recorded : len(chunk_tokens[row])]
                     )
-            entered = [s if end else None for (s, _), end in zip(chunk, ends, strict=True)]
             sampled.append((entered, outputs))
             for (sample, n), end in zip(chunk, ends, strict=True):
                 next_token[sample] = n + width
@@ -380,28 +409,29 @@ class Engine:
     def _dispatch(self, params: Params, version: int, num_slots: int, longest: int) -> _Chunk:
         """Gives the device a chunk of steps; no active sequence has over `longest` tokens."""
         queue_waits = self.num_waiting > 0
-        enough = num_slots - self.num_active + max(1, num_slots // 16)
-        filtered, num_top = self._static_arguments(self._scheduler.active.values())
+        switches = self._static_arguments(self._scheduler.active.values())
         self._state, outputs = self.programs.generate(
             params,
             self._state,
             self._scheduler.page_table(),
-            # While samples wait, another sixteenth of the slots free is worth a refill (some are
-            # free where pages are short); else the device runs on until its chunk or work is done.
-            np.int32(min(num_slots, enough) if queue_waits else num_slots),
+            np.int32(self._free_target(num_slots)),
+            self._adjustments(self._scheduler.active.items(), num_slots),
             num_slots=num_slots,
             window=_at_least(longest, self.programs.windows),
-            filtered=filtered,
-            num_top=num_top,
+            **switches,
         )
-        return _Chunk(outputs, version, num_slots, queue_waits)
+        return _Chunk(outputs, version, num_slots, queue_waits, self._step_tokens)
 
     def _dispatch_ahead(self, params: Params, version: int, chunk: _Chunk) -> _Chunk | None:
         """Gives the device the chunk after one that is not read, unless the host must decide."""
         # It must while samples wait for a slot, where those that are left fit a smaller program,
-        # and where texts are searched. That a sample ended early is seen one chunk late.
+        # where texts are searched, and where logits depend on the tokens of the chunk. That a
+        # sample ended early is seen one chunk late.
         left = self._scheduler.active_lengths(self.chunk_steps)
-        searched = any(s.params.stop_strings for s in self._scheduler.active.values())
+        searched = any(
+            s.params.stop_strings or s.params.is_history_dependent
+            for s in self._scheduler.active.values()
+        )
         fewer = any(len(left) <= count < chunk.num_slots for count in self.programs.slot_counts)
         if chunk.queue_waits or not left or searched or fewer:
             return None
@@ -410,28 +440,93 @@ class Engine:
         longest = max(left) + self._chunk_tokens
         return self._dispatch(params, version, chunk.num_slots, longest)
 
+    def _decode_masked(self, params: Params, version: int, num_slots: int, longest: int) -> None:
+        """Decodes a chunk in which samples have grammars, and records its tokens.
+
+        The forward pass of a step runs while the host reads the token before it and fills the
+        masks with which its token will be sampled.
+        """
+        programs, scheduler = self.programs, self._scheduler
+        queue_waits, free_target = self.num_waiting > 0, self._free_target(num_slots)
+        switches = self._static_arguments(scheduler.active.values())
+        window, table = _at_least(longest, programs.windows), scheduler.page_table()
+        assert self._state is not None
+        chunk, live, recent = programs.begin_masked(
+            self._state, table, num_slots=num_slots, window=window
+        )
+
+        def forward(recent: Any, number: int) -> Any:
+            cache = self._state.cache  # type: ignore[union-attr]
+            return programs.forward_masked(
+                params, cache, chunk, live, recent, np.int32(number), window=window
+            )
+
+        recent, logits, routes = forward(recent, 0)
+        for number in range(1, self.chunk_steps + 1):
+            masks = self._token_masks(scheduler.active, num_slots)
+            adjustments = self._adjustments(scheduler.active.items(), num_slots)
+            live, outputs = programs.sample_masked(
+                live, logits, routes, masks, adjustments, **switches
+            )
+            if number < self.chunk_steps:
+                recent, logits, routes = forward(recent, number)
+            self._read_chunk(_Chunk(outputs, version, num_slots, queue_waits, step_tokens=1))
+            if num_slots - self.num_active >= free_target:
+                break
+        self._state = programs.end_masked(self._state, live, recent, table)
+
+    def _token_masks(self, samples: Mapping[int, Sample], num_rows: int) -> np.ndarray:
+        """Masks of samples by row; those whose grammars cannot go on end with the error."""
+        masks, errors = token_masks(samples, num_rows, self.limits.vocab_size)
+        for sample, error in errors.items():
+            self._scheduler.fail(sample, error)
+        return masks
+
+    def _entry_masks(self, samples: Sequence[Sample | None], num_rows: int) -> np.ndarray | None:
+        """Masks of samples that enter slots; None: none of them has a grammar."""
+        rows = {row: s for row, s in enumerate(samples) if s is not None and s.is_constrained}
+        return self._token_masks(rows, num_rows) if rows else None
+
+    def _free_target(self, num_slots: int) -> int:
+        """Number of free slots at which a chunk ends early."""
+        # While samples wait, another sixteenth of the slots free is worth a refill (some are
+        # free where pages are short); else the device runs on until its chunk or work is done.
+        enough = num_slots - self.num_active + max(1, num_slots // 16)
+        return min(num_slots, enough) if self.num_waiting else num_slots
+
     def _read_chunk(self, chunk: _Chunk) -> None:
         """Reads the outputs of a decode chunk and records its tokens."""
         sampled = kv_store_broadcast.device_get(chunk.outputs)
         # [steps, S]: an active slot gets a token in every step, whatever was drafted.
-        has_token = np.reshape(sampled.tokens >= 0, (-1, self._step_tokens, chunk.num_slots))
+        has_token = np.reshape(sampled.tokens >= 0, (-1, chunk.step_tokens, chunk.num_slots))
         active = np.any(has_token, axis=1)
         steps, slot_steps = int(np.any(active, axis=1).sum()), int(active.sum())
         s = self.statistics
         s.decode_tokens += self._scheduler.record_generated(sampled, chunk.version)
         s.decode_steps += steps
         s.slot_steps += slot_steps
-        s.draft_tokens += slot_steps * (self._step_tokens - 1)
+        s.draft_tokens += slot_steps * (chunk.step_tokens - 1)
         if chunk.queue_waits:
             s.busy_capacity += steps * self.num_slots
             s.busy_slot_steps += slot_steps
 
-    def _static_arguments(self, samples: Iterable[Sample]) -> tuple[bool, int]:
-        """Static arguments (filtered, num_top) that these samples need of a program."""
+    def _adjustments(
+        self, samples: Iterable[tuple[int, Sample]], size: int
+    ) -> LogitAdjustments | None:
+        """Adjustments of the logits of `size` rows, where samples have these indices."""
+        adjusted = [(i, s.adjusted_row) for i, s in samples if s.params.is_adjusted]
+        longest = max((len(row.tokens) for _, row in adjusted), default=0)
+        return adjustment_arrays(adjusted, size, _at_least(longest, self.programs.windows))
+
+    def _static_arguments(self, samples: Iterable[Sample]) -> dict[str, Any]:
+        """Static arguments that these samples need of a program."""
         params = [sample.params for sample in samples]
         max_top = max((p.num_top_log_probs for p in params), default=0)
-        num_top = bucket(max_top, largest=self.limits.max_top_log_probs) if max_top else 0
-        return any(p.is_filtered for p in params), num_top
+        return {
+            "filtered": any(p.is_filtered for p in params),
+            "num_top": bucket(max_top, largest=self.limits.max_top_log_probs) if max_top else 0,
+            "num_support": max((p.support_tokens for p in params), default=0),
+        }
 
 
 def _at_least(tokens: int, windows: Sequence[int]) -> int:

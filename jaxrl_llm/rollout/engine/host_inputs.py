@@ -15,6 +15,7 @@ from jaxrl_llm.models.transformer import ROUTE_DTYPE
 from jaxrl_llm.packing.packed_batch import bucket, pack
 from jaxrl_llm.rollout.engine import prefill, requests
 from jaxrl_llm.rollout.engine.device_programs import ChunkedPrefill, InsertArgs, PageWrites
+from jaxrl_llm.rollout.engine.logit_adjustments import LogitAdjustments
 from jaxrl_llm.rollout.engine.prefill import Prompts
 from jaxrl_llm.rollout.engine.requests import SamplingParams
 from jaxrl_llm.rollout.engine.token_sampling import SamplerState
@@ -25,6 +26,8 @@ MAX_PREFILL_TOKENS = 4096  # per prefill, padding included
 MIN_WIDTH = 32
 # (rows, tokens) of chunked prefill, sorted by tokens, then rows.
 _CONTINUATION_SHAPES = (8, 32), (32, 32), (8, 128), (2, 512)
+# With prefix caching also for a prompt that arrives alone.
+_FEW_PROMPTS_SHAPES = ((2, 128),)
 
 
 def prefill_shapes(num_prompts: int, longest: int, max_tokens: int) -> tuple[RowShape, ...]:
@@ -164,22 +167,40 @@ def write_image_inputs(
         ]
 
 
-def chunked_prefill_shapes(num_slots: int) -> list[tuple[int, int]]:
-    """The (rows, tokens) of the programs for chunked prefill."""
-    return list(
-        dict.fromkeys((min(rows, num_slots), width) for rows, width in _CONTINUATION_SHAPES)
-    )
+def min_chunk_tokens() -> int:
+    """Tokens that chunked prefill computes for a sample at least, padding included."""
+    return min(width for _, width in _CONTINUATION_SHAPES)
 
 
-def chunked_prefill_shape(length: int, count: int, num_slots: int) -> tuple[int, int]:
-    """(rows, tokens) of the program for `length` tokens of each of `count` samples.
+def chunked_prefill_shapes(num_slots: int, prefix_caching: bool = False) -> list[RowShape]:
+    """The (rows, tokens) of the programs for chunked prefill, sorted by tokens, then rows."""
+    shapes = _CONTINUATION_SHAPES + (_FEW_PROMPTS_SHAPES if prefix_caching else ())
+    return sorted({(min(rows, num_slots), width) for rows, width in shapes}, key=lambda s: s[::-1])
 
-    Larger inputs take several calls.
+
+def chunked_prefill_batch(
+    lengths: Sequence[int], shapes: Sequence[RowShape], *, longest_first: bool = False
+) -> tuple[int, int, list[int]]:
+    """(rows, tokens) of the next program for samples with `lengths` tokens left, and those in it.
+
+    Larger inputs take several calls. With `longest_first`, a wide program has no more rows than
+    long samples need.
+
+    >>> chunked_prefill_batch([5, 90, 7], [(2, 32), (8, 32), (2, 128), (8, 128)])
+    (2, 128, [0, 1])
+    >>> chunked_prefill_batch([5, 90, 7], [(2, 32), (8, 128)], longest_first=True)
+    (8, 128, [1, 2, 0])
     """
-    sizes = chunked_prefill_shapes(num_slots)
-    width = next((width for _, width in sizes if width >= length), sizes[-1][1])
-    rows = [rows for rows, each in sizes if each == width]
-    return max([rows[0], *(each for each in rows if each <= count)]), width
+    order, widths = list(range(len(lengths))), sorted({width for _, width in shapes})
+    width = next((width for width in widths if width >= max(lengths)), widths[-1])
+    count = len(lengths)
+    if longest_first:
+        order.sort(key=lambda i: -lengths[i])
+        narrower = max((each for each in widths if each < width), default=0)
+        count = sum(length > narrower for length in lengths)
+    rows = [rows for rows, each in shapes if each == width]
+    num_rows = max([rows[0], *(each for each in rows if each <= count)])
+    return num_rows, width, order[:num_rows]
 
 
 def chunked_prefill_inputs(
@@ -275,11 +296,13 @@ def insert_args(
     size: int,
     num_slots: int,
     offsets: Sequence[int] = (),
+    adjustments: LogitAdjustments | None = None,
+    masks: np.ndarray | None = None,
 ) -> InsertArgs:
     """Arguments of an insert, padded to `size` samples with slot `num_slots`.
 
-    `entering` are (index of the prompt in the prefix, slot, key, parameters); `rotary_offsets` are
-    `Request.offset` of each, by default zero.
+    `entering` are (index of the prompt in the prefix, slot, key, parameters); `offsets` are
+    `Request.offset` of each, by default zero; `adjustments` and `masks` those of `size` rows.
     """
     padding = (0, num_slots, np.zeros(2, np.uint32), SamplingParams(max_tokens=1))
     rows = [*entering, *[padding] * (size - len(entering))]
@@ -299,7 +322,9 @@ def insert_args(
         top_k=column("top_k", np.int32),
         top_p=column("top_p"),
         min_p=column("min_p"),
+        support_tokens=column("support_tokens", np.int32),
     )
+    mask_array: Any = masks
     return InsertArgs(
         prompt_indices=array(prompts, np.int32),
         slots=array(slots, np.int32),
@@ -307,4 +332,6 @@ def insert_args(
         stop_tokens=stops,
         sampler=sampler,
         rotary_offsets=array([*offsets, *[0] * (size - len(offsets))], np.int32),
+        adjustments=adjustments,
+        masks=mask_array,
     )

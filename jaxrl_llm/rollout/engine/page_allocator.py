@@ -1,7 +1,7 @@
-"""Page allocator of the KV cache: free lists, reference counts, and prompt sharing.
+"""Page allocator of the KV cache: free lists, reference counts, and cached pages.
 
 The cache is split into pages of equal size. A sample holds a list of pages in the order of its
-positions, and shares the full pages of its prompt with the other samples of that prompt. Pages are
+positions, and shares full pages with other samples that begin with the same tokens. Pages are
 sharded over devices like slots: each shard has the pages of its own slots.
 """
 
@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+
+from jaxrl_llm.rollout.engine.prefix_cache import PrefixCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,33 +47,35 @@ class CacheLayout:
 class PageAllocator:
     """Allocates pages and counts the samples that hold each."""
 
-    def __init__(self, layout: CacheLayout):
-        self.layout = layout
+    def __init__(self, layout: CacheLayout, *, prefix_caching: bool = False):
+        """With `prefix_caching`, registered pages stay when no sample holds them any more. They
+        count as free, and are evicted when there are no others.
+        """
+        self.layout, self.prefix_caching = layout, prefix_caching
         self._ref_counts = [0] * layout.num_pages
-        pages_per_shard = layout.num_pages // layout.num_shards
+        self._shard_pages = layout.num_pages // layout.num_shards
         # Popped from the end, so low page ids go first.
         self._free = [
-            [*reversed(range(shard * pages_per_shard, (shard + 1) * pages_per_shard))]
+            [*reversed(range(shard * self._shard_pages, (shard + 1) * self._shard_pages))]
             for shard in range(layout.num_shards)
         ]
-        # By (shard, request): the full pages of its prompt, while all of them are in use.
-        self._prompt_pages: dict[tuple[int, int], list[int]] = {}
-        self._prompt_key: dict[int, tuple[int, int]] = {}
+        self._cache = PrefixCache(layout.num_shards)
         self.peak_used = 0
 
     @property
     def num_used(self) -> int:
-        return self.layout.num_pages - sum(map(len, self._free))
+        """Number of pages that samples hold."""
+        return self.layout.num_pages - sum(map(self.num_free, range(self.layout.num_shards)))
 
     def num_free(self, shard: int) -> int:
-        """Number of free pages of a shard."""
-        return len(self._free[shard])
+        """Number of pages of a shard that no sample holds, cached ones included."""
+        return len(self._free[shard]) + self._cache.num_unused(shard)
 
     def allocate(self, shard: int, count: int) -> list[int]:
-        """Allocates `num_pages_for` pages, each with one reference; that many must be free."""
-        free = self._free[shard]
-        assert count <= len(free), f"{count} pages wanted, {len(free)} free"
-        allocated = [free.pop() for _ in range(count)]
+        """Allocates `count` pages, each with one reference; that many must be free."""
+        free, num_free = self._free[shard], self.num_free(shard)
+        assert count <= num_free, f"{count} pages wanted, {num_free} free"
+        allocated = [free.pop() if free else self._cache.evict(shard) for _ in range(count)]
         for page in allocated:
             self._ref_counts[page] = 1
         self.peak_used = max(self.peak_used, self.num_used)
@@ -80,36 +84,61 @@ class PageAllocator:
     def add_reference(self, pages: Iterable[int]) -> None:
         """Adds a reference to each page."""
         for page in pages:
+            if not self._ref_counts[page]:
+                self._cache.mark_used(page // self._shard_pages, page)
             self._ref_counts[page] += 1
 
-    def free(self, pages: Iterable[int]) -> None:
-        """Drops a reference to each page, and frees those without any."""
-        pages_per_shard = self.layout.num_pages // self.layout.num_shards
+    def free(self, pages: Sequence[int]) -> None:
+        """Drops a reference to each page of a sample, in the order of its positions.
+
+        Those without any are free. Of its cached pages the last is evicted first: the others may
+        be the beginning of more sequences.
+        """
+        cached = []
         for page in pages:
             self._ref_counts[page] -= 1
-            if self._ref_counts[page] == 0:
-                self._free[page // pages_per_shard].append(page)
-                if key := self._prompt_key.get(page):
-                    self._unregister_prompt(key)
+            if self._ref_counts[page]:
+                continue
+            if self.prefix_caching and page in self._cache:
+                cached.append(page)
+            else:
+                self._cache.remove(page)
+                self._free[page // self._shard_pages].append(page)
+        for page in reversed(cached):
+            self._cache.mark_unused(page // self._shard_pages, page)
 
     def is_shared(self, page: int) -> bool:
         """Whether a page has several references; it must not be written then."""
         return self._ref_counts[page] > 1
 
-    def prompt_pages(self, shard: int, request: int) -> list[int]:
-        """The full pages of a request's prompt; [] unless all of them are in use."""
-        return self._prompt_pages.get((shard, request), [])
+    def cached_prefix(self, shard: int, hashes: Sequence[bytes]) -> list[int]:
+        """The registered pages of the longest prefix of a sequence; see `PrefixCache.prefix`."""
+        return self._cache.prefix(shard, hashes)
 
-    def register_prompt(self, shard: int, request: int, pages: list[int]) -> None:
-        """Registers the full pages of a prompt, so that later samples of its request share them."""
-        if pages:
-            self._prompt_pages[shard, request] = pages
-            self._prompt_key.update(dict.fromkeys(pages, (shard, request)))
+    def cached_tail(
+        self, shard: int, parent: bytes, tokens: Sequence[int]
+    ) -> tuple[int | None, int]:
+        """(page, its number of tokens) that continues a prefix but is not full, or (None, 0)."""
+        return self._cache.tail(shard, parent, tokens)
 
-    def clear_prompts(self) -> None:
-        """Clears the prompt registry: after new weights, later samples must not share old pages."""
-        self._prompt_pages, self._prompt_key = {}, {}
+    def claim_tail(self, page: int) -> None:
+        """Gives a page of `cached_tail` to the one sample that continues it."""
+        self._cache.remove(page)
+        self._ref_counts[page] = 1
 
-    def _unregister_prompt(self, key: tuple[int, int]) -> None:
-        for page in self._prompt_pages.pop(key):
-            del self._prompt_key[page]
+    def register(self, page: int, page_hash: bytes) -> bool:
+        """Registers a full page that is in use; false if another one has the same hash."""
+        return self._cache.add(page // self._shard_pages, page, page_hash)
+
+    def register_tail(self, page: int, parent: bytes, tokens: tuple[int, ...]) -> None:
+        """Registers the last page, not full, of a sample that is about to free it."""
+        self._cache.add_tail(page // self._shard_pages, page, parent, tokens)
+
+    def unregister(self, page: int) -> None:
+        """Hides a page in use from later samples: its holder will overwrite it."""
+        self._cache.remove(page)
+
+    def clear_cache(self) -> None:
+        """Forgets all cached pages: after new weights, later samples must not read old ones."""
+        for page in self._cache.clear():
+            self._free[page // self._shard_pages].append(page)

@@ -15,7 +15,10 @@ from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.models.moe.router import RouterInputs
 from jaxrl_llm.models.packed_inputs import routes_by_layer
 from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.rollout.engine.requests import PromptLogProbs
 from jaxrl_llm.sharding.mesh import constrain
+
+_LOGIT_ROWS = 256  # tokens whose logits over the vocabulary exist at the same time
 
 
 @jax.tree_util.register_dataclass
@@ -50,20 +53,32 @@ class Prefix:
     starts: Int[Array, " P"]
     lengths: Int[Array, " P"]
     width: int = dataclasses.field(metadata={"static": True})  # of a row; any prompt fits into one
+    prompt_log_probs: PromptLogProbs | None = None  # of all rows; None: not computed
 
 
 def prefill(
-    network: Network, params: Params, prompts: Prompts, *, piece_tokens: int = PREFILL_CHUNK_TOKENS
+    network: Network,
+    params: Params,
+    prompts: Prompts,
+    *,
+    piece_tokens: int = PREFILL_CHUNK_TOKENS,
+    num_prompt_top: int | None = None,
 ) -> Prefix:
     """Prefills prompts. No token attends to another prompt or to padding.
 
-    Rows wider than `piece_tokens` (static) hold one prompt each and are processed in chunks of that
-    size, so that only one chunk's activations are in memory.
+    Static arguments:
+      piece_tokens: Rows that are wider hold one prompt each and are processed in chunks of this
+        size, so that only one chunk's activations are in memory.
+      num_prompt_top: Number of most likely tokens reported for each prompt token, with its own
+        log-prob; None: no log-probs.
     """
     rows, width = prompts.tokens.shape
     shared = prompts.starts.shape[0] > rows
     routes = prompts.routes
     kernel = _kernel(network)
+    prompt_log_probs = None
+    if num_prompt_top is not None:
+        num_prompt_top = min(num_prompt_top, network.shape.vocab_size)
     if width <= piece_tokens:
 
         def attend(a: AttentionInputs):
@@ -87,9 +102,14 @@ def prefill(
         if visited:
             routes = network.flatten_routes(jnp.stack(visited))
         last = x.reshape(rows * width, 1, -1)[prompts.starts + prompts.lengths - 1]
+        if num_prompt_top is not None:
+            following = jnp.roll(prompts.tokens, -1, axis=1)
+            prompt_log_probs = _next_token_log_probs(network, params, x, following, num_prompt_top)
     else:
         assert not shared, "a row that is read in pieces holds one prompt"
-        caches, last, routes = _chunked_prefill(network, params, prompts, piece_tokens)
+        caches, last, routes, prompt_log_probs = _chunked_prefill(
+            network, params, prompts, piece_tokens, num_prompt_top
+        )
     logits = network.logits(params, network.norm(params, last))[:, 0]
 
     def concatenate_rows(entries: Float[Array, "R T K H"]) -> Float[Array, "K tokens H"]:
@@ -110,7 +130,54 @@ def prefill(
         starts=prompts.starts,
         lengths=prompts.lengths,
         width=width,
+        prompt_log_probs=prompt_log_probs and _at_own_tokens(prompt_log_probs, width),
     )
+
+
+def _next_token_log_probs(
+    network: Network,
+    params: Params,
+    hidden: Float[Array, "R T D"],
+    following: Int[Array, "R T"],
+    num_top: int,
+) -> PromptLogProbs:
+    """Log-probs of the tokens that follow; [R, T, ...], a block of columns at a time."""
+    rows, width = following.shape
+    columns = max(1, _LOGIT_ROWS // rows)
+    count = -(-width // columns)
+    padding = count * columns - width
+
+    def split(a: Array) -> Array:
+        a = jnp.pad(a, ((0, 0), (0, padding), *[(0, 0)] * (a.ndim - 2)))
+        return jnp.moveaxis(a.reshape(rows, count, columns, *a.shape[2:]), 1, 0)
+
+    def join(a: Array) -> Array:
+        return jnp.moveaxis(a, 0, 1).reshape(rows, count * columns, *a.shape[3:])[:, :width]
+
+    def log_probs_of_block(block: tuple[Array, Array]) -> PromptLogProbs:
+        hidden, targets = block
+        logits = network.logits(params, network.norm(params, hidden))
+        logits -= logits.max(-1, keepdims=True)
+        log_total = jnp.log(jnp.exp(logits).sum(-1, keepdims=True))
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)
+        ranks = 1 + (logits > chosen).sum(-1)
+        top_logits, top_tokens = lax.top_k(logits, num_top)
+        return PromptLogProbs(
+            (chosen - log_total)[..., 0], ranks, top_tokens, top_logits - log_total
+        )
+
+    return jax.tree.map(join, lax.map(log_probs_of_block, (split(hidden), split(following))))
+
+
+def _at_own_tokens(following: PromptLogProbs, width: int) -> PromptLogProbs:
+    """From log-probs of the tokens that follow to those of each token; rows concatenated."""
+
+    def shift(a: Array) -> Array:
+        a = jnp.roll(a[:, :width], 1, axis=1)
+        a = a.reshape(a.shape[0] * width, *a.shape[2:])
+        return constrain(a, *[None] * a.ndim)
+
+    return jax.tree.map(shift, following)
 
 
 def _kernel(network: Network) -> Literal["xla", "cudnn"]:
@@ -127,8 +194,10 @@ def _routing(network: Network, routes: Int[Array, "R T routes"]) -> dict[int, Ro
     return {number: RouterInputs(counted, layer_routes) for number, layer_routes in layers}
 
 
-def _chunked_prefill(network, params, prompts, size):
-    """Chunked prefill: cache [P, T, K, _] of each layer, last hidden states [P, 1, D], routes."""
+def _chunked_prefill(network, params, prompts, size, num_prompt_top):
+    """Chunked prefill: cache [P, T, K, _] of each layer, last hidden states [P, 1, D], routes, and
+    log-probs of the tokens that follow.
+    """
     rows, width = prompts.tokens.shape
     count = -(-width // size)
     padding = count * size - width
@@ -145,9 +214,15 @@ def _chunked_prefill(network, params, prompts, size):
     kernel = _kernel(network)
     empty_cache = tuple(jnp.zeros((rows, count * size, heads, n), dtype) for n in dims if n)
     last = jnp.zeros((rows, 1, shape.hidden_size), dtype)
+    following = jnp.roll(tokens, -1, axis=1)
+    log_probs = None
+    if num_prompt_top is not None:
+        zeros = jnp.zeros(tokens.shape, jnp.float32)
+        tops = jnp.zeros((*tokens.shape, num_prompt_top), jnp.float32)
+        log_probs = PromptLogProbs(zeros, zeros.astype(jnp.int32), tops.astype(jnp.int32), tops)
 
     def process_chunk(i, carry):
-        caches, last, routes = carry
+        caches, last, routes, log_probs = carry
         start = i * size
         positions = jnp.broadcast_to(start + jnp.arange(size), (rows, size))
         # distance of each key from each query
@@ -193,8 +268,18 @@ def _chunked_prefill(network, params, prompts, size):
         last_index = jnp.clip(prompts.lengths - 1 - start, 0, size - 1)[:, None, None]
         ends = (prompts.lengths - 1) // size == i
         last = jnp.where(ends[:, None, None], jnp.take_along_axis(x, last_index, axis=1), last)
-        return new_caches, last, routes
+        if log_probs is not None:
+            chunk_log_probs = _next_token_log_probs(
+                network, params, x, chunk_of(following), num_prompt_top
+            )
+            log_probs = jax.tree.map(
+                lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start, 1),
+                log_probs,
+                chunk_log_probs,
+            )
+        return new_caches, last, routes, log_probs
 
     caches = [empty_cache for _ in params["layers"]]
-    caches, last, routes = lax.fori_loop(0, count, process_chunk, (caches, last, all_routes))
-    return caches, last, routes[:, :width]
+    carry = caches, last, all_routes, log_probs
+    caches, last, routes, log_probs = lax.fori_loop(0, count, process_chunk, carry)
+    return caches, last, routes[:, :width], log_probs

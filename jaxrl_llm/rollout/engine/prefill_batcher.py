@@ -1,12 +1,14 @@
 """Batches prompts for prefill, so that each is read once."""
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import jax
 import numpy as np
 
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.packing.packed_batch import bucket
 from jaxrl_llm.rollout.engine import host_inputs, requests
 from jaxrl_llm.rollout.engine.prefill import Prefix, Prompts
 from jaxrl_llm.rollout.engine.scheduler import Sample, Scheduler
@@ -18,7 +20,7 @@ class PrefillBatcher:
 
     def __init__(
         self,
-        prefill: Callable[[Params, Prompts], Prefix],
+        prefill: Callable[..., Prefix],
         max_tokens: int,
         statistics: requests.EngineStatistics,
         num_routes: int = 0,
@@ -29,9 +31,15 @@ class PrefillBatcher:
         self._num_routes = num_routes  # per token
         self._shapes = shapes
         self._routes: list[np.ndarray] = []  # of the prompts in the batch
+        self._log_probs: list[requests.PromptLogProbs] = []  # of the prompts; empty: not computed
         self._indices: dict[int, int] = {}  # request -> index of its prompt in the batch
         self._batch: Prefix | None = None
         self._weights_ref: Callable[[], object] = lambda: None
+
+    @property
+    def batched_requests(self) -> Collection[int]:
+        """The requests whose prompts are in the last batch."""
+        return self._indices.keys()
 
     def reset_if_new_weights(self, params: Params) -> bool:
         """Drops the last batch if the weights changed since; returns whether they did."""
@@ -66,10 +74,14 @@ class PrefillBatcher:
                     sights,
                 )
                 self._indices = {number: i for i, number in enumerate(numbers[:count])}
-                self._batch = self._prefill(params, batch)
+                starts = batch.starts[:count].tolist()
+                self._batch, self._log_probs = self._prefill_with_log_probs(
+                    params,
+                    batch,
+                    [scheduler.requests[number][0].num_prompt_top for number in numbers[:count]],
+                )
                 if self._num_routes:
                     experts = kv_store_broadcast.device_get(self._batch.routes)
-                    starts = batch.starts[:count].tolist()
                     self._routes = [
                         experts[start : start + len(prompt)]
                         for start, prompt in zip(starts, prompts, strict=False)
@@ -81,5 +93,32 @@ class PrefillBatcher:
             if self._num_routes:
                 for sample, index in indices.items():
                     sample.completion.routes = [self._routes[index]]
+            for sample, index in indices.items() if self._log_probs else ():
+                if (num_top := sample.num_prompt_top) is not None:
+                    sample.completion.prompt_log_probs = requests.PromptLogProbs(
+                        *self._log_probs[index][:2],
+                        *(tops[:, :num_top] for tops in self._log_probs[index][2:]),
+                    )
             yield self._batch, indices
             entering = [sample for sample in entering if sample not in indices]
+
+    def _prefill_with_log_probs(
+        self, params: Params, batch: Prompts, num_top: Sequence[int | None]
+    ) -> tuple[Prefix, list[requests.PromptLogProbs]]:
+        """Prefills a batch; `num_top` of its prompts are `Request.num_prompt_top`.
+
+        Returns the prefix without log-probs, and these for each prompt, if any asks for them.
+        """
+        asked = [count for count in num_top if count is not None]
+        if not asked:
+            return self._prefill(params, batch), []
+        largest = bucket(max(asked), largest=requests.MAX_TOP_LOG_PROBS) if max(asked) else 0
+        prefix = self._prefill(params, batch, num_prompt_top=largest)
+        arrays = kv_store_broadcast.device_get(prefix.prompt_log_probs)
+        ends = zip(batch.starts.tolist(), batch.lengths.tolist(), strict=True)
+        by_prompt = [
+            requests.PromptLogProbs(*(a[start : start + length] for a in arrays))
+            for (start, length), _ in zip(ends, num_top, strict=False)
+        ]
+        # Inserts are compiled for a prefix without them.
+        return dataclasses.replace(prefix, prompt_log_probs=None), by_prompt

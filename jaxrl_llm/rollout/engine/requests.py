@@ -3,21 +3,27 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from numbers import Integral
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from jax import Array
 
-from jaxrl_llm.config.rollout_data import MIN_TEMPERATURE
+from jaxrl_llm.config.rollout_data import MAX_SUPPORT_TOKENS, MIN_TEMPERATURE
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.rollout.engine.grammars import Grammar, num_mask_words
 from jaxrl_llm.text import is_text
 
 # Per sample; compared on the device. The config allows 8, the rest are the model's own EOS tokens.
 NUM_STOP_TOKENS = 16
 MAX_TOP_LOG_PROBS = 32
+# Numbers of biases of a sample, and (number, length) of its bad words, that programs are compiled
+# for. The last are the limits.
+BIAS_SIZES = 32, 1024
+BAD_WORD_SIZES = (16, 8), (512, 32)
 # Decoding from the middle of a sequence may change its first characters: a character split over
 # tokens (at most 4), a dropped space.
 _MARGIN_TOKENS = 4
@@ -34,12 +40,27 @@ class RequestError(UserError, ValueError):
     """The engine cannot serve a request; the message says how to change it."""
 
 
+# Fields of `SamplingParams` that adjust logits, and their values that do not.
+_NO_ADJUSTMENTS: Mapping[str, Any] = {
+    "logit_bias": (),
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    "bad_words": (),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of one sample.
 
     A sample ends with a stop token, or with the token that completes a stop string, even if that
     token holds more text after the string (`text_before` truncates it).
+
+    Bias, penalties, `min_tokens` and bad words adjust the logits, as in vLLM, and log-probs are of
+    the adjusted logits; see `logit_adjustments`. The output of a sample is what it has sampled, and
+    the `Request.num_partial` tokens before.
     """
 
     max_tokens: int
@@ -50,10 +71,49 @@ class SamplingParams:
     stop_tokens: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     num_top_log_probs: int = 0  # likeliest tokens reported at every position; 0: off
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, bias in [-100, 100]), no token twice
+    # Positive logits of tokens of the prompt and output are divided by it, others multiplied.
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0  # in [-2, 2], subtracted for tokens of the output
+    frequency_penalty: float = 0.0  # in [-2, 2], subtracted for each time that it is in the output
+    min_tokens: int = 0  # tokens of the output before stop tokens and stop strings end it
+    # The last token of each is banned where the output ends with the tokens before it.
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    # Draws among at most so many of the most likely tokens that top_k, top_p and min_p keep,
+    # reports them with each token, and log-probs renormalized over them; 0: off.
+    support_tokens: int = 0
 
     @property
     def is_filtered(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def adjustments(self) -> list[str]:
+        """The names of the fields that adjust logits, or delay stop strings, and are set."""
+        return [name for name, off in _NO_ADJUSTMENTS.items() if getattr(self, name) != off]
+
+    @property
+    def is_history_dependent(self) -> bool:
+        """Whether its logits depend on earlier tokens, so that the host must know them all."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return penalties != (1.0, 0.0, 0.0) or bool(self.bad_words)
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether its logits are adjusted before sampling."""
+        delays_stop = self.min_tokens > 0 and bool(self.stop_tokens)
+        return bool(self.logit_bias) or delays_stop or self.is_history_dependent
+
+
+class PromptLogProbs(NamedTuple):
+    """Log-probs of the tokens of a prompt, as the network gives them: without a temperature and
+    without adjustments. The values of the first token, which nothing precedes, have no meaning.
+    """
+
+    log_probs: np.ndarray | Array  # [tokens] float32
+    ranks: np.ndarray | Array  # [tokens] int32; 1: the most likely
+    top_tokens: np.ndarray | Array  # [tokens, k] int32; the likeliest first
+    top_log_probs: np.ndarray | Array  # [tokens, k] float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +141,11 @@ class Request:
     num_partial: int = 0
     # Image inputs of the prompt, one row, host arrays; None: no images.
     image_inputs: ImageInputs | None = None
+    # Most likely tokens reported for every prompt token, with its own log-prob; None: no log-probs.
+    # The whole prompt is prefilled for them, whatever it continues.
+    num_prompt_top: int | None = None
+    # Constrains the text of every sample, its partial prompt tokens included (structured outputs).
+    grammar: Grammar | None = None
 
     @property
     def offset(self) -> int:
@@ -98,7 +163,11 @@ class Completion:
     log_probs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)  # weight version of each token
     top_log_probs: list[TopLogProbs] = dataclasses.field(default_factory=list)  # none if off
+    # Supports of the tokens, [_, support_tokens] each, padded with -1, and of tokens after a stop
+    # string; none if off.
+    support: list[np.ndarray] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason = ""
+    prompt_log_probs: PromptLogProbs | None = None  # with the first token
     # Experts visited by tokens, [_, routes] each: of the prompt, then of the sampled tokens but the
     # last, and of tokens after a stop string. Empty if not kept.
     routes: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -120,6 +189,7 @@ class Progress(NamedTuple):
     top_log_probs: tuple[TopLogProbs, ...]  # empty if off
     finish_reason: FinishReason
     error: Exception | None = None  # why, if that is "error"
+    prompt_log_probs: PromptLogProbs | None = None  # with the first tokens, if asked for
 
 
 @dataclasses.dataclass
@@ -139,6 +209,15 @@ class EngineStatistics:
     busy_capacity: int = 0  # slots x decode steps, while samples were waiting
     busy_slot_steps: int = 0  # those of them with an active slot
     decode_s: float = 0.0
+    # Prompt tokens looked up in the prefix cache, a request once, and those read from it.
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Share of prompt tokens that were read from the prefix cache; 0 without it."""
+        hits, queries = self.prefix_cache_hits, self.prefix_cache_queries
+        return hits / queries if queries else 0.0
 
     @property
     def occupancy(self) -> float:
@@ -174,6 +253,7 @@ class EngineStatistics:
             "rollout/decode_tokens_per_s": per_s(self.decode_tokens, self.decode_s),
             "rollout/reread_tokens": float(self.recomputed_tokens),
             "rollout/put_back": float(self.num_preemptions),
+            "rollout/prefix_cache_hit_rate": self.prefix_cache_hit_rate,
             "rollout/slot_occupancy": self.occupancy,
             "rollout/tokens_per_forward": self.tokens_per_forward,
             "rollout/draft_acceptance": self.acceptance,
@@ -188,6 +268,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "top_p": (lambda p: 0 < p <= 1, "in (0, 1] (1: off)"),
     "min_p": (lambda p: 0 <= p < 1, "in [0, 1) (0: off)"),
+    # Beyond these, products with logits would overflow or lift suppressed tokens.
+    "repetition_penalty": (lambda p: 0.01 <= p <= 100, "in [0.01, 100] (1: off)"),
+    "presence_penalty": (lambda p: -2 <= p <= 2, "in [-2, 2] (0: off)"),
+    "frequency_penalty": (lambda p: -2 <= p <= 2, "in [-2, 2] (0: off)"),
 }
 
 
@@ -241,6 +325,10 @@ class RequestLimits:
         if keys.shape != (count := len(request.params), 2) or keys.dtype.kind not in "iu":
             problem = f"keys of shape {keys.shape} and {keys.dtype} for {count} samples"
             yield f"{problem}; give one raw key of two integers for each"
+        if (k := request.num_prompt_top) is not None and not (
+            isinstance(k, Integral) and 0 <= k <= self.max_top_log_probs
+        ):
+            yield f"num_prompt_top={k!r:.100} must lie between 0 and {self.max_top_log_probs}"
         if request.continues and count != 1:
             yield f"{count} samples continue one; give a request for each"
         if request.routes is not None:
@@ -250,9 +338,21 @@ class RequestLimits:
             elif shape != expected:
                 yield f"routes of shape {shape} for a prompt of {length} tokens; give {expected}"
         yield from self._sight_problems(request)
+        yield from self._grammar_problems(request)
         # Samples of a prompt mostly share their parameters.
         for params in {id(params): params for params in request.params}.values():
             yield from self._sampling_problems(params, length)
+
+    def _grammar_problems(self, request: Request) -> Iterator[str]:
+        if (grammar := request.grammar) is None:
+            return
+        if grammar.num_words < num_mask_words(self.vocab_size):
+            yield (
+                f"a grammar over {grammar.num_tokens} tokens; this model has {self.vocab_size};"
+                " compile it with the vocabulary of the model"
+            )
+        if not all(params.stop_tokens for params in request.params):
+            yield "a grammar needs stop tokens, with which a sample ends; give at least one"
 
     def _sight_problems(self, request: Request) -> Iterator[str]:
         if (sights := request.image_inputs) is None:
@@ -286,6 +386,8 @@ class RequestLimits:
             ("max_tokens", after, 1, room),
             ("top_k", " (0: off)", 0, 2**31 - 1),
             ("num_top_log_probs", "", 0, self.max_top_log_probs),
+            ("support_tokens", " (0: off)", 0, min(MAX_SUPPORT_TOKENS, self.vocab_size)),
+            ("min_tokens", " (0: off)", 0, 2**31 - 1 - self.max_tokens),
         ):
             value, rule = getattr(params, field), f"must lie between {low} and {high}"
             if not (isinstance(value, Integral) and low <= int(value) <= high):
@@ -296,6 +398,7 @@ class RequestLimits:
         if len(params.stop_tokens) > NUM_STOP_TOKENS:
             yield f"{len(params.stop_tokens)} stop tokens, at most {NUM_STOP_TOKENS}"
         yield from self._token_problems("stop_tokens", params.stop_tokens)
+        yield from self._adjustment_problems(params)
         if params.stop_strings and not self.takes_stop_strings:
             yield "stop strings need the text of tokens; give the engine `decode`"
         for string in params.stop_strings:
@@ -304,28 +407,72 @@ class RequestLimits:
             if not is_text(string):
                 yield f"stop string {string!r:.100} contains a lone surrogate; remove it"
 
+    def _adjustment_problems(self, params: SamplingParams) -> Iterator[str]:
+        biased = [token for token, _ in params.logit_bias]
+        yield from self._token_problems("logit_bias", biased)
+        if len(set(biased)) < len(biased):
+            yield "logit_bias: a token stands twice; give one bias for each"
+        if len(biased) > BIAS_SIZES[-1]:
+            yield f"logit_bias of {len(biased)} tokens, at most {BIAS_SIZES[-1]}"
+        for token, bias in params.logit_bias:
+            if not (isinstance(bias, Real) and -100 <= bias <= 100):
+                yield f"logit_bias of token {token} must be in [-100, 100], got {bias!r:.100}"
+        max_words, max_length = BAD_WORD_SIZES[-1]
+        if len(params.bad_words) > max_words:
+            yield f"{len(params.bad_words)} bad words, at most {max_words}"
+        for word in params.bad_words:
+            yield from self._token_problems("bad_words", word)
+            if not 1 <= len(word) <= max_length:
+                yield f"bad_words: one of {len(word)} tokens; give 1 to {max_length}"
+        banned = {word[-1] for word in params.bad_words if word}
+        if params.min_tokens:
+            banned.update(params.stop_tokens)
+        if len(banned) >= self.vocab_size:
+            yield "bad_words and stop_tokens may ban the whole vocabulary; leave a token"
+
 
 def num_tokens_to_stop(
-    tokens: Sequence[int], num_seen: int, stop_strings: Sequence[str], decode: Decode
+    tokens: Sequence[int],
+    num_seen: int,
+    stop_strings: Sequence[str],
+    decode: Decode,
+    min_tokens: int = 0,
 ) -> int:
-    """Number of tokens up to the first one after `num_seen` that completes a stop string, or 0."""
+    """Number of tokens up to the first one after `num_seen` that completes a stop string, or 0.
+
+    Stop strings that are complete within the first `min_tokens` do not count.
+    """
+    num_seen = max(num_seen, min_tokens)
+    if num_seen >= len(tokens):
+        return 0
     # Apart from tokens without text, n bytes of text are at most n tokens.
     longest = max(len(stop.encode()) for stop in stop_strings)
     start = max(0, num_seen - longest - _MARGIN_TOKENS)
+    # Without the end of a character whose other bytes follow.
+    ignored = decode(tokens[start:min_tokens]).rstrip("\N{REPLACEMENT CHARACTER}")
 
     def completes(end: int) -> bool:
         text = decode(tokens[start:end])
-        return any(stop in text for stop in stop_strings)
+        return text_before(text, stop_strings, len(ignored)) != text
 
     ends = range(num_seen + 1, len(tokens) + 1)
     return next(filter(completes, ends)) if completes(len(tokens)) else 0
 
 
-def text_before(text: str, stop_strings: Sequence[str]) -> str:
+def text_before(text: str, stop_strings: Sequence[str], num_ignored: int = 0) -> str:
     """Truncates `text` before its first stop string, if there is one.
+
+    Those that end within its first `num_ignored` characters do not count.
 
     >>> text_before("yes. Q: what", ("Q:", "."))
     'yes'
+    >>> text_before("yes. Q: what", ("Q:", "."), 4)
+    'yes. '
     """
-    positions = [at for stop in stop_strings if (at := text.find(stop)) >= 0]
+    starts = (max(0, num_ignored - len(stop) + 1) for stop in stop_strings)
+    positions = [
+        at
+        for stop, start in zip(stop_strings, starts, strict=True)
+        if (at := text.find(stop, start)) >= 0
+    ]
     return text[: min(positions)] if positions else text

@@ -4,85 +4,17 @@ Decisions depend only on requests and replicated outputs, so every host makes th
 """
 
 import collections
-import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.rollout.engine import requests
+from jaxrl_llm.rollout.engine import host_inputs, prefix_cache, requests
 from jaxrl_llm.rollout.engine.device_programs import Outputs
 from jaxrl_llm.rollout.engine.page_allocator import PageAllocator
-from jaxrl_llm.rollout.engine.requests import Completion, Decode, Progress, Request, SamplingParams
-
-
-class Sample:
-    """One sample from submission to its end: sample `index` of request `number`."""
-
-    def __init__(self, number: int, index: int, request: Request):
-        self.request, self.index, self.slot = number, index, -1  # -1: waiting
-        self.prompt, self.params = request.tokens, request.params[index]
-        self.resumed_tokens = request.tokens[len(request.tokens) - request.num_partial :]
-        self.routes, self.sights, self.offset = request.routes, request.image_inputs, request.offset
-        self.key = request.keys[index]
-        self.retains_pages, self.continued_sample = request.retains_pages, request.continues
-        self.pages: list[int] = []  # in the order of its positions
-        self.num_cached_tokens = 0  # tokens that are already in its pages when it enters a slot
-        # (page, offset of its first token in the prompt) to write when it enters.
-        self.page_writes: list[tuple[int, int]] = []
-        self.completion = Completion()
-        self.error: Exception | None = None
-
-    @property
-    def arrival(self) -> tuple[int, int]:  # the lowest arrived first
-        return self.request, self.index
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt) + len(self.completion.tokens)
-
-    @property
-    def max_tokens(self) -> int:
-        return len(self.prompt) + self.params.max_tokens
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        return (*self.prompt, *self.completion.tokens)
-
-    @property
-    def remaining_params(self) -> SamplingParams:
-        """Sampling parameters with `max_tokens` reduced to the tokens left."""
-        left = self.max_tokens - self.num_tokens
-        return dataclasses.replace(self.params, max_tokens=left)
-
-    @property
-    def needs_full_prefill(self) -> bool:
-        """Whether its whole prompt needs prefill, batched with others; else from
-        `num_cached_tokens` on.
-        """
-        return not self.num_cached_tokens and not self.completion.tokens
-
-    def append_outputs(self, sampled: Outputs, column: int, version: int) -> int:
-        """Appends one column of outputs; returns the number of its tokens."""
-        is_valid = sampled.tokens[:, column] >= 0
-        count, c = int(is_valid.sum()), self.completion
-        c.tokens += sampled.tokens[is_valid, column].tolist()
-        c.log_probs += sampled.log_probs[is_valid, column].tolist()
-        c.versions += [version] * count
-        if sampled.routes.shape[-1] and count:
-            c.routes.append(np.asarray(sampled.routes[is_valid, column]))
-        if k := self.params.num_top_log_probs:
-            tokens = sampled.top_tokens[is_valid, column, :k].tolist()
-            log_probs = sampled.top_log_probs[is_valid, column, :k].tolist()
-            c.top_log_probs += map(tuple, map(zip, tokens, log_probs))
-        return count
-
-    def progress(self, first: int) -> Progress:
-        """The sampled tokens from index `first` on, and how the sample ended."""
-        c = self.completion
-        new = (tuple(each[first:]) for each in (c.tokens, c.log_probs, c.versions, c.top_log_probs))
-        return Progress._make((self.request, self.index, *new, c.finish_reason, self.error))
+from jaxrl_llm.rollout.engine.requests import Completion, Decode, Progress, Request
+from jaxrl_llm.rollout.engine.sample import Sample
 
 
 class RetainedPages(NamedTuple):
@@ -91,6 +23,7 @@ class RetainedPages(NamedTuple):
     shard: int
     pages: list[int]
     tokens: tuple[int, ...]
+    weights_epoch: int = 0  # as of the sample
 
     def shared_prefix_length(self, prompt: Sequence[int]) -> int:
         """Length of the prompt prefix that is in the cache, less than the prompt's own length."""
@@ -100,12 +33,20 @@ class RetainedPages(NamedTuple):
         )
 
 
+class CachedPrefix(NamedTuple):
+    """Pages that hold the first tokens of an entering sample already."""
+
+    pages: Sequence[int] = ()  # full ones, to be shared
+    num_tokens: int = 0  # of prefill that they save; 0: the whole prompt is prefilled
+    tail: int | None = None  # the page after them, not full, to be continued
+
+
 class Scheduler:
     """Keeps slots full: assigns free slots to samples in order of arrival, lowest slot first.
 
-    A sample holds pages for its tokens and those of its next chunk. If pages run out, those
-    retained from finished samples are evicted; then the last sample to arrive is preempted, and
-    its tokens are recomputed when it enters again.
+    A sample holds pages for its tokens and those of its next chunk. If pages run out, cached ones
+    that no sample holds are evicted, then those retained from finished samples; then the last
+    sample to arrive is preempted, and its tokens are recomputed when it enters again.
     """
 
     def __init__(self, decode: Decode, pages: PageAllocator, chunk_tokens: int):
@@ -121,6 +62,13 @@ class Scheduler:
         self.waiting: collections.deque[Sample] = collections.deque()
         self.active: dict[int, Sample] = {}  # by slot
         self.recomputed_tokens = self.num_preempted = 0
+        # Prompt tokens looked up in the prefix cache, and those found; a request counts once.
+        self.prefix_cache_queries = self.prefix_cache_hits = 0
+        self._weights_epoch = 0
+        # Of one call of `schedule`: requests whose whole prompts are prefilled, and registered
+        # pages that chunked prefill has yet to write, which happens after all whole prompts.
+        self._whole_prompts: set[int] = set()
+        self._unwritten: set[int] = set()
         # By (request, index) of finished samples, in the order they ended: retained pages, and the
         # number of cached tokens of those whose pages were evicted. None is never a key.
         self._retained: dict[tuple[int, int] | None, RetainedPages] = {}
@@ -130,12 +78,32 @@ class Scheduler:
 
     def add(self, request: Request) -> int:
         """Queues the samples of a request; returns its number."""
+        if request.continues and request.num_prompt_top is not None:
+            self.free_retained(*request.continues)
         number = next(self._request_ids)
         samples = [Sample(number, i, request) for i in range(len(request.params))]
         if samples:
             self.requests[number] = samples
             self.waiting.extend(samples)
+            if self._pages.prefix_caching or len(samples) > 1:
+                hashes = prefix_cache.page_hashes(
+                    request.tokens,
+                    self._pages.layout.page_tokens,
+                    self._cache_scope(samples[0]),
+                    request.image_inputs,
+                )
+                for sample in samples:
+                    sample.page_hashes = list(hashes)
         return number
+
+    def _cache_scope(self, sample: Sample) -> bytes:
+        """Samples share pages within a scope: of the request without prefix caching."""
+        return b"" if self._pages.prefix_caching else str(sample.request).encode()
+
+    def drop_cache(self) -> None:
+        """Forgets all cached pages, as the weights or the pages themselves change."""
+        self._pages.clear_cache()
+        self._weights_epoch += 1
 
     def completions(self, number: int) -> list[Completion]:
         """The completions of an unfinished request; they grow until their samples end."""
@@ -166,12 +134,27 @@ class Scheduler:
     def requests_to_prefill(self, entering: Sequence[Sample]) -> list[int]:
         """Requests, entering or waiting, whose whole prompts need prefill."""
         samples = itertools.chain(entering, self.waiting)
-        fresh = (
-            s.request
+        fresh = {
+            s.request: s
             for s in samples
             if s.needs_full_prefill and s.continued_sample not in self._retained
-        )
-        return list(dict.fromkeys(fresh))
+        }
+        if not self._pages.prefix_caching:
+            return list(fresh)
+        # Those that will find their beginnings in the cache, or in pages of requests before them.
+        planned: set[bytes] = set()
+        size, now = self._pages.layout.page_tokens, {sample.request for sample in entering}
+        shards = range(self._pages.layout.num_shards)
+        numbers = []
+        for number, sample in fresh.items():
+            hashes = sample.page_hashes
+            own = itertools.takewhile(planned.__contains__, hashes)
+            count = max(len(list(own)), *(len(self._cached(shard, sample)) for shard in shards))
+            count = min(count, (len(sample.prompt) - 1) // size)
+            if number in now or not self._saves_prefill(sample, count * size):
+                numbers.append(number)
+                planned.update(hashes)
+        return numbers
 
     def active_lengths(self, beyond: int = 0) -> list[int]:
         """Lengths of the active sequences that may grow by more than `beyond` tokens."""
@@ -182,13 +165,18 @@ class Scheduler:
         rows = ((slot, sample.pages) for slot, sample in self.active.items())
         return self._pages.layout.table(rows, self._num_slots)
 
-    def schedule(self) -> list[Sample]:
+    def schedule(self, prefilled: Collection[int] = ()) -> list[Sample]:
         """Moves waiting samples into free slots while there are pages; returns those that entered.
 
-        A sample that continues another, or was preempted, reuses the pages that still hold its
-        tokens. Retained pages are evicted where needed, oldest first, those that a waiting sample
-        continues last.
+        A sample that continues another, was preempted, or begins as earlier ones, reuses the pages
+        that still hold its tokens. Retained pages are evicted where needed, oldest first, those
+        that a waiting sample continues last. Samples may wait for the next call to read pages that
+        this one fills.
+
+        Args:
+          prefilled: Requests whose whole prompts are prefilled already.
         """
+        self._whole_prompts, self._unwritten = set(prefilled), set()
         if not self.waiting or len(self.active) == self._num_slots:
             return []
         entered: list[Sample] = []
@@ -204,7 +192,11 @@ class Scheduler:
             if shard not in free_slots:
                 deferred.append(sample)  # its pages belong to a shard without a free slot
                 continue
-            if not self._allocate(sample, shard):
+            cached = self._cached_prefix(sample, shard)
+            if cached is None:
+                deferred.append(sample)  # the pages that it reads are written in this round
+                continue
+            if not self._allocate(sample, shard, cached):
                 self.waiting.appendleft(sample)
                 break  # out of pages: later arrivals wait too
             sample.slot = free_slots[shard].pop()
@@ -221,15 +213,56 @@ class Scheduler:
         if retained := self._retained.get(sample.continued_sample):
             return retained.shard
         pages = self._pages
-        # Prefer the shard with the pages of its prompt, then the one with most free pages.
+        # Prefer the shard with most pages of its tokens, then the one with most free pages.
         preference = lambda shard: (  # noqa: E731
-            bool(pages.prompt_pages(shard, sample.request)),
+            len(self._cached(shard, sample)),
             pages.num_free(shard),
             -shard,
         )
         return max(free_shards, key=preference)
 
-    def _allocate(self, sample: Sample, shard: int) -> bool:
+    def _cached(self, shard: int, sample: Sample) -> list[int]:
+        """Pages of a shard that hold the first tokens of a sample."""
+        return self._pages.cached_prefix(shard, sample.page_hashes)
+
+    def _cached_prefix(self, sample: Sample, shard: int) -> CachedPrefix | None:
+        """The cached beginning of a sample; None: it is written after others have entered."""
+        if sample.continued_sample in self._retained:
+            return CachedPrefix()
+        size, is_new = self._pages.layout.page_tokens, not sample.completion.tokens
+        pages = self._cached(shard, sample)
+        if is_new and not self._pages.prefix_caching:
+            return CachedPrefix(pages)
+        # At least one token is computed: the next one is sampled from its logits.
+        read, tail = pages[: (sample.num_tokens - 1) // size], None
+        count = len(read) * size
+        if self._pages.prefix_caching and len(read) == len(pages) and not sample.has_images(count):
+            parent = sample.page_hashes[len(read) - 1] if read else self._cache_scope(sample)
+            rest = sample.token_range(count, min(count + size, sample.num_tokens) - 1)
+            tail, num_more = self._pages.cached_tail(shard, parent, rest)
+            count += num_more
+        whole = is_new and sample.request in self._whole_prompts
+        if is_new and (whole or not self._saves_prefill(sample, count)):
+            return CachedPrefix(pages)
+        return None if self._unwritten.intersection(read) else CachedPrefix(read, count, tail)
+
+    def _saves_prefill(self, sample: Sample, num_cached: int) -> bool:
+        """Whether so many cached tokens save a quarter of the work, or more.
+
+        Otherwise the whole prompt is better prefilled: prompts are packed then, and one prefill
+        serves all samples of the request that have not entered. With cached tokens, each of these
+        computes its last page. Log-probs of a prompt need the states of all of its tokens.
+        """
+        if sample.num_prompt_top is not None:
+            return False
+        length, page = len(sample.prompt), self._pages.layout.page_tokens
+        siblings = self.requests[sample.request]
+        num_new = sum(s.slot < 0 and not s.completion.tokens for s in siblings)
+        last_page = length - (length - 1) // page * page
+        others = (num_new - 1) * max(last_page, host_inputs.min_chunk_tokens())
+        return num_cached > 0 and 4 * (length - num_cached + others) <= 3 * length
+
+    def _allocate(self, sample: Sample, shard: int, cached: CachedPrefix) -> bool:
         """Allocates the pages of a sample's tokens; returns whether there were enough."""
         pages, layout = self._pages, self._pages.layout
         size, continued_sample = layout.page_tokens, sample.continued_sample
@@ -238,24 +271,28 @@ class Scheduler:
             shared = retained.shared_prefix_length(sample.prompt)
             if shared % size and pages.is_shared(retained.pages[shared // size]):
                 shared -= shared % size
+            elif shared % size:
+                pages.unregister(retained.pages[shared // size])
             reused = retained.pages[: layout.num_pages_for(shared)]
             pages.free(retained.pages[len(reused) :])
         else:
-            reused = pages.prompt_pages(shard, sample.request)
-            shared = len(reused) * size if sample.completion.tokens else 0
+            reused, shared = list(cached.pages), cached.num_tokens
             pages.add_reference(reused)  # before others are evicted
         target_tokens = min(sample.num_tokens + self._chunk_tokens, sample.max_tokens)
         if not self._evict_retained(
             shard, layout.num_pages_for(target_tokens) - len(reused) + self._num_growing(shard)
         ):
             if retained:
-                self._retained[continued_sample] = RetainedPages(
-                    shard, reused, retained.tokens[:shared]
+                self._retained[continued_sample] = retained._replace(
+                    pages=reused, tokens=retained.tokens[:shared]
                 )
             else:
                 pages.free(reused)
             return False
         num_pages = layout.num_pages_for(sample.num_tokens)
+        if cached.tail is not None:
+            pages.claim_tail(cached.tail)
+            reused.append(cached.tail)
         sample.num_cached_tokens = shared
         sample.pages = [*reused, *pages.allocate(shard, num_pages - len(reused))]
         if retained and sample.routes is not None:
@@ -263,16 +300,40 @@ class Scheduler:
         if sample.completion.tokens:
             self.recomputed_tokens += sample.num_tokens - shared
         elif not retained:
-            self.recomputed_tokens += self._evicted_tokens.pop(continued_sample, 0)
-        sample.page_writes = []
+            evicted = self._evicted_tokens.pop(continued_sample, 0)
+            self.recomputed_tokens += max(0, evicted - shared)
+        if pages.prefix_caching and not sample.completion.tokens and not sample.index:
+            self.prefix_cache_queries += len(sample.prompt)
+            self.prefix_cache_hits += shared
+        sample.page_writes, sample.num_registered = [], 0
+        sample.weights_epoch = self._weights_epoch
+        if retained and shared:
+            sample.weights_epoch = retained.weights_epoch
         if sample.needs_full_prefill:
+            self._whole_prompts.add(sample.request)
             sample.page_writes = [
                 (sample.pages[i], i * size) for i in range(len(reused), num_pages)
             ]
-            if not reused and len(self.requests[sample.request]) > 1:
-                full = sample.pages[: len(sample.prompt) // size]
-                pages.register_prompt(shard, sample.request, full)
+            self._register_pages(sample, len(sample.prompt))
+        elif pages.prefix_caching:
+            self._unwritten.update(self._register_pages(sample, sample.num_tokens))
         return True
+
+    def _register_pages(self, sample: Sample, num_tokens: int) -> list[int]:
+        """Makes the full pages of its first tokens known to other samples; returns those added."""
+        if sample.weights_epoch != self._weights_epoch:
+            return []
+        size, hashes, added = self._pages.layout.page_tokens, sample.page_hashes, []
+        if self._pages.prefix_caching and num_tokens // size > len(hashes):
+            parent = hashes[-1] if hashes else self._cache_scope(sample)
+            more = sample.token_range(len(hashes) * size, num_tokens)
+            start = len(hashes) * size
+            hashes += prefix_cache.page_hashes(more, size, parent, sample.sights, start)
+        for i in range(sample.num_registered, min(num_tokens // size, len(hashes))):
+            if self._pages.register(sample.pages[i], hashes[i]):
+                added.append(sample.pages[i])
+            sample.num_registered = i + 1
+        return added
 
     def _num_growing(self, shard: int) -> int:
         """Number of active samples of a shard that may need another page.
@@ -339,6 +400,16 @@ class Scheduler:
         self.waiting.appendleft(sample)
 
     def _free_pages(self, sample: Sample) -> None:
+        # The last token is not in the cache.
+        size, count = self._pages.layout.page_tokens, sample.num_tokens - 1
+        is_current = sample.weights_epoch == self._weights_epoch
+        if self._pages.prefix_caching and is_current and sample.pages:
+            self._register_pages(sample, count)
+            full, hashes = count // size, sample.page_hashes
+            parent = hashes[full - 1] if full else self._cache_scope(sample)
+            if count % size and not sample.has_images(full * size):
+                tail = sample.token_range(full * size, count)
+                self._pages.register_tail(sample.pages[full], parent, tail)
         self._pages.free(sample.pages)
         sample.pages = []
 
@@ -347,7 +418,7 @@ class Scheduler:
     ) -> None:
         """Records the outputs of `insert`, whose columns are in the order of `entered`."""
         for column, sample in enumerate(entered):
-            if sample is not None:
+            if sample is not None and not sample.error:
                 self._record_outputs(sample, sampled, column, version)
 
     def compact(self, num_slots: int) -> list[tuple[int, int]]:
@@ -377,11 +448,14 @@ class Scheduler:
             c.finish_reason = "stop" if c.tokens[-1] in sample.params.stop_tokens else "length"
         if count and stop_strings:
             try:
-                text, begin = (
-                    [*sample.resumed_tokens, *c.tokens],
+                text = [*sample.resumed_tokens, *c.tokens]
+                length = requests.num_tokens_to_stop(
+                    text,
                     len(sample.resumed_tokens) + num_before,
+                    stop_strings,
+                    self._decode,
+                    sample.params.min_tokens,
                 )
-                length = requests.num_tokens_to_stop(text, begin, stop_strings, self._decode)
                 length = max(0, length - len(sample.resumed_tokens))
             except Exception as error:  # in the user's decoder: ends only this sample
                 sample.error, c.finish_reason, length = error, "error", 0
@@ -389,6 +463,8 @@ class Scheduler:
                 for fields in (c.tokens, c.log_probs, c.versions, c.top_log_probs):
                     del fields[length:]
                 c.finish_reason = "stop"
+        if self._pages.prefix_caching:
+            self._register_pages(sample, sample.num_tokens - 1)
         if c.finish_reason:
             del self.active[sample.slot]
             if not ended:
@@ -398,14 +474,23 @@ class Scheduler:
             self._free_pages(sample)
         return count
 
+    def fail(self, sample: Sample, error: Exception) -> None:
+        """Ends an active sample with an error."""
+        sample.error, sample.completion.finish_reason = error, "error"
+        self._unreported.setdefault(sample, len(sample.completion.tokens))
+        del self.active[sample.slot]
+        self._stale.add(sample.slot)
+        self._free_pages(sample)
+
     def _retain(self, sample: Sample) -> None:
         """Keeps the pages of a finished sample for a request that continues it."""
         # The last token is not in the cache.
         tokens, layout = sample.tokens[:-1], self._pages.layout
-        pages = sample.pages[: layout.num_pages_for(len(tokens))]
-        sample.pages = sample.pages[len(pages) :]
-        retained = RetainedPages(layout.shard_of_slot(sample.slot), pages, tokens)
+        count, shard = layout.num_pages_for(len(tokens)), layout.shard_of_slot(sample.slot)
+        retained = RetainedPages(shard, sample.pages[:count], tokens, sample.weights_epoch)
         self._retained[sample.request, sample.index] = retained
+        self._pages.free(sample.pages[count:])
+        sample.pages = []
 
     def stale_slots(self) -> list[int]:
         """Slots that are free on the host but still active on the device; each is reported once."""

@@ -14,6 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+TokenMasks = UInt32[
+    Array, "S words"
+]  # a bit per token of the vocabulary, lowest first; 0: forbidden
+MASK_BITS = 32
+
 _BLOCK = 128  # vocabulary entries summed at a time by the two-level search
 
 
@@ -27,6 +32,8 @@ class SamplerState:
     top_k: Int[Array, " S"]  # 0: off
     top_p: Float[Array, " S"]  # 1: off
     min_p: Float[Array, " S"]  # 0: off
+    # `SamplingParams.support_tokens`, 0: off; None: off for all rows
+    support_tokens: Int[Array, " S"] | None = None
 
 
 def sample(
@@ -39,18 +46,62 @@ def sample(
     """Samples one token per row, with its log-prob; `positions` are those of the sampled tokens.
 
     The log-prob is over the whole vocabulary at the sampling temperature (1 for greedy rows), the
-    one the same network gives in training. Filters restrict the draw, not the reported log-prob.
+    one the same network gives in training. Filters restrict the draw, not the reported log-prob;
+    see `sample_with_support` for log-probs over what they keep.
     `filtered` (static): some row uses top_k, top_p or min_p; False skips their cost.
+    """
+    tokens, log_probs, _ = sample_with_support(
+        logits, positions, sampler, filtered=filtered, num_support=0
+    )
+    return tokens, log_probs
+
+
+def sample_with_support(
+    logits: Float[Array, "S V"],
+    positions: Int[Array, " S"],
+    sampler: SamplerState,
+    *,
+    filtered: bool,
+    num_support: int,
+) -> tuple[Int[Array, " S"], Float[Array, " S"], Int[Array, "S k"]]:
+    """As `sample`, with the support of each token: the tokens among which it was drawn.
+
+    Rows with `support_tokens` draw among that many of the most likely tokens that the filters keep,
+    and their log-probs are renormalized over these (DeepSeek-V3.2, arXiv:2512.02556, Sec. 3.1:
+    keep sampling mask). `num_support` (static) is k, at least the `support_tokens` of any row;
+    supports are padded with -1, which is all that other rows have.
     """
     scaled = _scale_logits(logits, sampler)
     mass = jnp.exp(scaled)  # unnormalized probabilities, the largest is 1
-    log_total = jnp.log(mass.sum(-1))
+    total = mass.sum(-1)
     filtered_mass = _filter(mass, sampler) if filtered else mass
+    support = jnp.zeros((len(positions), 0), jnp.int32)
+    if num_support and sampler.support_tokens is not None:
+        largest, ids = lax.top_k(filtered_mass, num_support)
+        is_kept = (jnp.arange(num_support) < sampler.support_tokens[:, None]) & (largest > 0)
+        rows, vocab_size = jnp.arange(len(ids))[:, None], mass.shape[-1]
+        support_mass = (
+            jnp.zeros_like(mass)
+            .at[rows, jnp.where(is_kept, ids, vocab_size)]
+            .set(largest, mode="drop")
+        )
+        has_support = sampler.support_tokens > 0
+        filtered_mass = jnp.where(has_support[:, None], support_mass, filtered_mass)
+        total = jnp.where(has_support, support_mass.sum(-1), total)
+        support = jnp.where(is_kept, ids, -1).astype(jnp.int32)
+    log_total = jnp.log(total)
     tokens = _inverse_cdf(filtered_mass, _uniforms(sampler.keys, positions))
     greedy = sampler.temperature == 0.0
     tokens = jnp.where(greedy, jnp.argmax(logits, -1), tokens).astype(jnp.int32)
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
-    return tokens, chosen - log_total
+    return tokens, chosen - log_total, support
+
+
+def mask_logits(logits: Float[Array, "S V"], masks: TokenMasks) -> Float[Array, "S V"]:
+    """Logits with forbidden tokens at minus infinity: probabilities are over the allowed ones."""
+    bits = (masks[:, :, None] >> jnp.arange(MASK_BITS, dtype=jnp.uint32)) & 1
+    allowed = bits.reshape(len(masks), -1)[:, : logits.shape[-1]]
+    return jnp.where(allowed > 0, logits, -jnp.inf)
 
 
 def top_log_probs(

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler_work import first, outputs, request, text_of
 
 from jaxrl_llm.rollout.engine import host_inputs
-from jaxrl_llm.rollout.engine.device_programs import Outputs
 from jaxrl_llm.rollout.engine.page_allocator import CacheLayout, PageAllocator
-from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS, Progress, Request, SamplingParams
+from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS, Progress, SamplingParams
 from jaxrl_llm.rollout.engine.scheduler import Scheduler
 
 
@@ -19,33 +19,6 @@ def make(num_slots, num_pages=0, page_tokens=4, max_tokens=32, num_shards=1, chu
     num_pages = num_pages or num_slots * -(-max_tokens // page_tokens)
     layout = CacheLayout(num_pages, page_tokens, max_tokens, num_slots, num_shards)
     return Scheduler(text_of, PageAllocator(layout), chunk_tokens)
-
-
-def text_of(tokens):
-    return "".join(chr(ord("a") + token) for token in tokens)
-
-
-def request(*budgets, prompt=(7, 8), stops=(), strings=(), top=0):
-    params = tuple(
-        SamplingParams(b, stop_tokens=stops, stop_strings=strings, num_top_log_probs=top)
-        for b in budgets
-    )
-    return Request(tuple(prompt), np.zeros((len(budgets), 2), np.uint32), params)
-
-
-def outputs(columns, steps, slots, remaining):
-    """What `generate` gives: slots without a column are idle. Log-probs are -token / 10."""
-    tokens = np.full((steps, slots), -1, np.int32)
-    for slot, column in columns.items():
-        tokens[: len(column), slot] = column
-    log_probs = np.where(tokens >= 0, tokens / -10.0, 0.0)
-    tops = np.stack([tokens, tokens + 1], -1)
-    no_routes = np.zeros((steps, slots, 0), np.int16)
-    return Outputs(tokens, log_probs, tops, tops / -10.0, no_routes, np.array(remaining))
-
-
-def first(tokens, remaining):
-    return outputs(dict(enumerate([t] for t in tokens)), 1, len(tokens), remaining)
 
 
 def entered(samples):
@@ -233,7 +206,7 @@ def test_samples_of_a_prompt_share_its_full_pages():
     assert scheduler._pages.num_used == 0
     scheduler.add(request(6, 6, prompt=range(10)))
     assert [len(sample.page_writes) for sample in scheduler.schedule()] == [3, 1]
-    scheduler._pages.clear_prompts()  # the weights have changed
+    scheduler.drop_cache()  # the weights have changed
     scheduler.add(request(6, prompt=range(10)))
     assert [len(sample.page_writes) for sample in scheduler.schedule()] == [3]
 

@@ -16,7 +16,7 @@ from jaxrl_llm.rollout.engine.token_sampling import SamplerState
 DRAWS = 8_000
 
 
-def state(rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
+def state(rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, support_tokens=0, seed=0):
     keys = jax.random.key_data(jax.random.split(jax.random.key(seed), rows))
     column = lambda value, dtype: jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))  # noqa: E731
     return SamplerState(
@@ -25,6 +25,7 @@ def state(rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
         top_k=column(top_k, jnp.int32),
         top_p=column(top_p, jnp.float32),
         min_p=column(min_p, jnp.float32),
+        support_tokens=column(support_tokens, jnp.int32),
     )
 
 
