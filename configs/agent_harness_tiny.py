@@ -1,9 +1,10 @@
 """GRPO of a black-box agent: a random model of 0.4M parameters, minutes on two CPU cores.
 
 The task and the sizes are those of `agent_calculator_tiny`, but the agent is a function, `solve`,
-that keeps the dialogue and calls the tool itself. It could use the client of OpenAI or Anthropic,
-or a framework for agents, or be a command in another language: the run serves the policy to it, at
-an address for each episode, and learns from what it sampled. The run needs no files. """
+that keeps the dialogue and calls the tool itself. It could use a client of OpenAI or Anthropic, or
+a framework for agents, or be a command in another language: the run serves the policy to it, at an
+address for each episode, and learns from what it sampled. The run needs no files.
+"""
 
 import json
 import urllib.request

@@ -142,6 +142,16 @@ class Rollouts:
     support: Int[np.ndarray, "B T k"] | None = None
 
     @property
+    def prompt_lengths(self) -> Int[np.ndarray, " B"]:
+        """Tokens before the first sampled one of each row; without any, those of its prompt.
+
+        A row of an episode may have another prompt than its row of the dataset.
+        """
+        is_sampled = self.response_mask
+        lengths = np.array([len(self.prompts[group].tokens) for group in self.group_ids])
+        return np.where(is_sampled.any(1), is_sampled.argmax(1), lengths).astype(np.int32)
+
+    @property
     def last_rows(self) -> Int[np.ndarray, " B"]:
         """The last row of each row's episode: itself, unless the template rewrote history."""
         last = {id(log): row for row, log in enumerate(self.episode_logs)}

@@ -154,6 +154,8 @@ class _WorkerServer:
         answer |= {"number": request_number, "seconds": time.monotonic() - start_time}
         try:
             send(self._connection, answer)
+        except OSError:  # the pool has closed
+            pass
         except (TypeError, ValueError) as error:
             text = _error_text(error)
             send(self._connection, {**_problem(text), "number": request_number, "seconds": 0.0})

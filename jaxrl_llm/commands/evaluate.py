@@ -50,9 +50,8 @@ def main(options: EvaluateOptions) -> None:
     with contextlib.ExitStack() as stack:
         sampler, chat_options = source.sampler, None
         if config.agent.is_used:
-            world = stack.enter_context(
-                make_agent_host(config, source.models, source.models.image_processor)
-            )
+            world = make_agent_host(config, source.models, source.models.image_processor)
+            stack.enter_context(world)
             sampler = dataclasses.replace(sampler, world=world)
             chat_options = world.template_options
         held_out = datasets.load_dataset(

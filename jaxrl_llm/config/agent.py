@@ -13,9 +13,9 @@ BUILTIN_TOOLS = ("calculator", "python", "search")
 # Values of a row's `agent_name` that mean: tools and no environment; one answer without either.
 TOOLS_ALONE, SINGLE_TURN = "tool_agent", "single_turn_agent"
 # Settings without effect on a harness, and those without effect on tools and environments.
-_TOOL_FIELDS = ("default", "max_turns", "max_calls", "max_result_characters", "cut_results")
-_TOOL_FIELDS += ("timeout_s", "max_tool_s", "corpus")
-_HARNESS_FIELDS = ("harness_timeout_s", "max_requests", "max_harness_processes", "failure_reward")
+_TOOL_FIELDS = ["default", "max_turns", "max_calls", "max_result_characters", "cut_results"]
+_TOOL_FIELDS += ["timeout_s", "max_tool_s", "corpus"]
+_HARNESS_FIELDS = ["harness_timeout_s", "max_requests", "max_harness_processes", "failure_reward"]
 _FUNCTION_PATH = re.compile(r"[^\s:]+:[A-Za-z_]\w*")
 
 

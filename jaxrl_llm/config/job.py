@@ -465,9 +465,13 @@ class RLConfig(JobConfig):
             yield "data.chat_template", "episodes of several turns need one; set it to True"
         if self.placement.balance_every and not self.trainer.is_free_async:
             yield "placement.balance_every", "needs trainer.sampling='async' and schedule='free'"
-        if self.agent.is_used and self.trainer.sampling == "async":
-            message = "episodes with tools or environments are sampled in their step; use 'sync'"
-            yield "trainer.sampling", message
+        if self.trainer.sampling == "async":
+            if self.agent.tools or self.agent.environments:
+                message = "episodes with tools or environments are sampled in their step"
+                yield "trainer.sampling", f"{message}; use 'sync'"
+            if self.agent.harness and self.trainer.schedule != "free":
+                message = "when a harness sends its requests cannot be recorded; use 'free'"
+                yield "trainer.schedule", message
         if self.agent.max_turn_tokens > self.rollout.max_response_tokens:
             message = f"{self.agent.max_turn_tokens} exceeds rollout.max_response_tokens="
             yield "agent.max_turn_tokens", f"{message}{self.rollout.max_response_tokens}"

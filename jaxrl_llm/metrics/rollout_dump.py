@@ -18,6 +18,7 @@ def sequence_records(step: int, rollouts: Rollouts, rewards: Rewards) -> Iterato
     If calls of reward functions failed, `failure` is the reason, and `left_out` is true for a
     sequence that is excluded from learning.
     """
+    starts = rollouts.prompt_lengths.tolist()
     for row, output in enumerate(rollouts.responses):
         prompt = rollouts.prompts[rollouts.group_ids[row]]
         yield {
@@ -27,13 +28,13 @@ def sequence_records(step: int, rollouts: Rollouts, rewards: Rewards) -> Iterato
             "score": rewards.scores[row],
             "step": step,
             "data_source": prompt.data_source,
-            "num_tokens": rollouts.lengths[row] - len(prompt.tokens),
+            "num_tokens": rollouts.lengths[row] - starts[row],
             "stopped": rollouts.stopped[row],
             "terms": {name: term[row] for name, term in rewards.terms.items()},
             "details": rewards.details[row],
             **({"failure": failure} if (failure := _failure(rewards, row)) else {}),
             **({"left_out": True} if not rewards.valid_rows[row] else {}),
-            **(_episode_fields(rollouts, row, len(prompt.tokens)) if rollouts.episode_logs else {}),
+            **(_episode_fields(rollouts, row, starts[row]) if rollouts.episode_logs else {}),
         }
 
 
@@ -73,9 +74,10 @@ def token_records(
     log_probs, advantages = (
         np.asarray(a) for a in (predictions.old_log_probs, estimates.advantages)
     )
+    starts = rollouts.prompt_lengths.tolist()
     for row, group in enumerate(rollouts.group_ids):
         prompt = rollouts.prompts[group]
-        response = slice(len(prompt.tokens), rollouts.lengths[row])
+        response = slice(starts[row], rollouts.lengths[row])
         tokens = rollouts.tokens[row, response].tolist()
         yield {
             "group": group,
@@ -84,7 +86,7 @@ def token_records(
             "weights": {name: weight[row] for name, weight in rewards.weights.items()},
             "cost": rewards.costs[row],
             "baseline": rewards.baselines[row],
-            "prompt_tokens": prompt.tokens,
+            "prompt_tokens": rollouts.tokens[row, : starts[row]].tolist(),
             "tokens": tokens,
             "pieces": [tokenizer.decode([token]) for token in tokens],
             "mask": rollouts.response_mask[row, response].astype(int),

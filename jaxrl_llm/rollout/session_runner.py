@@ -7,6 +7,7 @@ at any time; running ones can be paused and resumed with other weights.
 import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -42,18 +43,25 @@ class SessionSample:
     earlier: Completion = dataclasses.field(default_factory=Completion)
     latest: Completion = dataclasses.field(default_factory=Completion)
     engine_sample: tuple[int, int] = (-1, -1)  # engine request, index in it
+    num_reported: int = 0  # tokens of `latest` that were delivered
 
     @property
     def completion(self) -> Completion:
         """All that is sampled so far."""
         earlier, latest = self.earlier, self.latest
+        support = [
+            np.concatenate(part.support)[: len(part.tokens)]
+            for part in (earlier, latest)
+            if part.support
+        ]
         return Completion(
-            earlier.tokens + latest.tokens,
-            earlier.log_probs + latest.log_probs,
-            earlier.versions + latest.versions,
-            earlier.top_log_probs + latest.top_log_probs,
-            latest.finish_reason,
-            latest.routes or earlier.routes,  # of an engine request: those of its prompt too
+            tokens=earlier.tokens + latest.tokens,
+            log_probs=earlier.log_probs + latest.log_probs,
+            versions=earlier.versions + latest.versions,
+            top_log_probs=earlier.top_log_probs + latest.top_log_probs,
+            support=support,
+            finish_reason=latest.finish_reason,
+            routes=latest.routes or earlier.routes,  # of an engine request: its prompt's too
         )
 
     def known_routes(self, num_tokens: int) -> np.ndarray | None:
@@ -64,6 +72,14 @@ class SessionSample:
         if routes is None:
             return None
         return np.pad(routes, ((0, num_tokens - len(routes)), (0, 0)), constant_values=-1)
+
+
+class SessionSnapshot(NamedTuple):
+    """An episode in a checkpoint; without a log it has not ended, and begins anew."""
+
+    key: np.ndarray  # raw random key
+    sequences: list[EpisodeSequence]
+    log: EpisodeLog | None
 
 
 class SessionRunner:
@@ -94,6 +110,8 @@ class SessionRunner:
         self._retained: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
         self.sequences: dict[int, list[EpisodeSequence]] = {}  # of ended episodes
         self.logs: dict[int, EpisodeLog] = {}  # of ended episodes
+        self._keys: dict[int, np.ndarray] = {}  # of all episodes
+        self._restored: list[tuple[int, Prompt]] = []  # to begin anew
 
     @property
     def is_running(self) -> bool:
@@ -102,16 +120,20 @@ class SessionRunner:
 
     def start(self, prompt: Prompt, number: int, keys: np.ndarray) -> None:
         """Starts the agents of a prompt's episodes, numbered from `number`; `keys` is [G, 2]."""
-        for i, (params, key) in enumerate(zip(self._samples, keys, strict=True)):
-            self._episode_params[number + i] = params
-            self._recorders[number + i] = SessionRecorder(number + i, key, params)
-            self._prompts[number + i] = prompt
-            self._wave.start(prompt, number + i)
+        for i, key in enumerate(keys):
+            self._start_episode(prompt, number + i, key)
 
-    def step(self, weights: Weights, *, ahead: bool = False) -> list[int]:
+    def _start_episode(self, prompt: Prompt, episode: int, key: np.ndarray) -> None:
+        params = self._samples[episode % len(self._samples)]
+        self._keys[episode], self._prompts[episode] = key, prompt
+        self._episode_params[episode] = params
+        self._recorders[episode] = SessionRecorder(episode, key, params)
+        self._wave.start(prompt, episode)
+
+    def step(self, weights: Weights, *, wait: bool = True) -> list[int]:
         """Runs an engine chunk and handles the events of sessions; returns the episodes that ended.
 
-        `ahead` is without effect: a request may come at any time.
+        With `wait` it waits for an event if there is nothing to sample.
         """
         if self._running:
             if self._receiver is not None and self._received != weights.version:
@@ -121,8 +143,10 @@ class SessionRunner:
                 if progress.error is not None:
                     raise progress.error
                 self._handle_progress(progress)
-        ended = []
-        for event in self._wave.collect_events(wait=not self._running) if self.is_running else ():
+        ended: list[int] = []
+        if not self.is_running:
+            return ended
+        for event in self._wave.collect_events(wait and not self._running):
             if event.episode not in self._recorders:  # it has ended
                 continue
             if event.request is not None:
@@ -139,29 +163,71 @@ class SessionRunner:
         while self.is_running:
             yield from self.step(weights)
 
-    def pause(self) -> None:
-        """Interrupts all sampling without losing a token, until `resume`."""
-        running, self._running = list(self._running.values()), {}
-        for number in dict.fromkeys(sample.engine_sample[0] for sample in running):
+    def pause(self) -> list[int]:
+        """Interrupts all sampling without losing a token, until `resume`; no episode ends by it."""
+        for number in dict.fromkeys(number for number, _ in self._running):
             self._engine.abort(number)
-        for sample in running:
-            sample.earlier, sample.latest = sample.completion, Completion()
-        self._paused += running
+        for sample in list(self._running.values()):
+            self._deliver_unreported(sample)
+            if sample.engine_sample in self._running:
+                sample.earlier, sample.latest = sample.completion, Completion()
+                sample.num_reported = 0
+                self._paused.append(sample)
+        self._running = {}
+        return []
 
-    def resume(self) -> None:
-        """Resumes paused samples; the weights of the next step recompute their KV cache."""
+    def resume(self, *, restart: bool = False) -> None:
+        """Resumes paused samples; the weights of the next step recompute their KV cache.
+
+        Restored episodes that had not ended begin anew, with `restart` or without.
+        """
+        restored, self._restored = self._restored, []
+        for episode, prompt in restored:
+            self._start_episode(prompt, episode, self._keys[episode])
         paused, self._paused = self._paused, []
         for sample in paused:
             self._submit([sample])
 
-    def close(self) -> None:
-        """Ends all agents that still run, after an error."""
-        self._wave.close()
+    def snapshot(self, episode: int) -> SessionSnapshot:
+        """An episode for a checkpoint."""
+        sequences = self.sequences.get(episode, [])
+        return SessionSnapshot(self._keys[episode], sequences, self.logs.get(episode))
+
+    def restore(self, episode: int, prompt: Prompt, snapshot: SessionSnapshot) -> None:
+        """Restores an episode of `snapshot`; `resume` starts it if it has not ended."""
+        self._keys[episode] = snapshot.key
+        if snapshot.log is None:
+            self._restored.append((episode, prompt))
+        else:
+            self.sequences[episode], self.logs[episode] = snapshot.sequences, snapshot.log
+
+    def take(self, episode: int) -> tuple[list[EpisodeSequence], EpisodeLog]:
+        """Removes an ended episode; returns its sequences and its log."""
+        del self._keys[episode]
+        return self.sequences.pop(episode), self.logs.pop(episode)
+
+    def _deliver_unreported(self, sample: SessionSample) -> None:
+        """Handles tokens that the engine had sampled when it was interrupted, and not reported."""
+        latest = sample.latest
+        new = slice(sample.num_reported, len(latest.tokens))
+        has_ended = latest.finish_reason in ("stop", "length")
+        if latest.tokens[new] or has_ended:
+            self._handle_progress(
+                Progress(
+                    *sample.engine_sample,
+                    tokens=tuple(latest.tokens[new]),
+                    log_probs=tuple(latest.log_probs[new]),
+                    versions=tuple(latest.versions[new]),
+                    top_log_probs=tuple(latest.top_log_probs[new]),
+                    finish_reason=latest.finish_reason if has_ended else "",
+                )
+            )
 
     def _handle_progress(self, progress: Progress) -> None:
         sample = self._running.get((progress.request, progress.sample))
         if sample is None:
             return
+        sample.num_reported += len(progress.tokens)
         if progress.finish_reason:
             del self._running[progress.request, progress.sample]
             self._recorders[sample.episode].record(

@@ -1,7 +1,8 @@
 """Groups in flight of an asynchronous run, and their form in a checkpoint."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -41,27 +42,13 @@ def to_text(
       TypeError: If its prompt holds a value that `processes.messages` cannot encode.
     """
 
-    def sequence_fields(sequence: episode_runner.EpisodeSequence, has_ended: bool) -> dict:
-        routes, support = sequence.routes, sequence.support
-        return {
-            **{
-                key: np.array(getattr(sequence, field), dtype).tobytes()
-                for key, (field, dtype) in _COLUMNS.items()
-            },
-            "key": np.asarray(sequence.key).tolist(),
-            "stopped": sequence.stopped,
-            "ended": has_ended,
-            "num_routes": 0 if routes is None else routes.shape[1],
-            "routes": b"" if routes is None else routes.astype(ROUTE_DTYPE).tobytes(),
-            "max_support": 0 if support is None else support.shape[1],
-            "support": b"" if support is None else support.astype(np.int32).tobytes(),
-        }
-
     message = {
         "number": number,
         "oldest": group.oldest_version,
         "prompt": vars(group.prompt),
-        "sequences": [sequence_fields(*each) for each in sequences],
+        "sequences": [
+            {**sequence_fields(sequence), "ended": has_ended} for sequence, has_ended in sequences
+        ],
     }
     return messages.to_json_text(message)
 
@@ -74,27 +61,50 @@ def from_text(
     number, prompt = message["number"], Prompt.from_fields(message["prompt"])
     sequences = []
     for i, (saved, params) in enumerate(zip(message["sequences"], samples, strict=True)):
-        columns = {
-            field: np.frombuffer(saved[key], dtype).tolist()
-            for key, (field, dtype) in _COLUMNS.items()
-        }
-        routes = None
-        if saved["num_routes"]:
-            routes = np.frombuffer(saved["routes"], ROUTE_DTYPE).reshape(-1, saved["num_routes"])
-        support = None
-        # Checkpoints of earlier versions have none.
-        if size := saved.get("max_support", 0):
-            support = np.frombuffer(saved["support"], np.int32).reshape(-1, size)
-        sequence = episode_runner.EpisodeSequence(
-            episode=number * len(samples) + i,
-            prompt=prompt.tokens,
-            params=params,
-            key=np.array(saved["key"], np.uint32),
-            stopped=saved["stopped"],
-            routes=routes,
-            support=support,
-            **columns,
-        )
+        episode = number * len(samples) + i
+        sequence = sequence_from_fields(saved, episode, prompt.tokens, params)
         sequences.append((sequence, saved["ended"]))
     num_left = sum(not has_ended for _, has_ended in sequences)
     return number, PromptGroup(prompt, message["oldest"], num_left), sequences
+
+
+def sequence_fields(sequence: episode_runner.EpisodeSequence) -> dict[str, Any]:
+    """A sequence as values of a message, without prompt, sampling parameters and images."""
+    routes, support = sequence.routes, sequence.support
+    return {
+        **{
+            key: np.array(getattr(sequence, field), dtype).tobytes()
+            for key, (field, dtype) in _COLUMNS.items()
+        },
+        "key": np.asarray(sequence.key).tolist(),
+        "stopped": sequence.stopped,
+        "num_routes": 0 if routes is None else routes.shape[1],
+        "routes": b"" if routes is None else routes.astype(ROUTE_DTYPE).tobytes(),
+        "max_support": 0 if support is None else support.shape[1],
+        "support": b"" if support is None else support.astype(np.int32).tobytes(),
+    }
+
+
+def sequence_from_fields(
+    saved: Mapping[str, Any], episode: int, prompt: tuple[int, ...], params: SamplingParams
+) -> episode_runner.EpisodeSequence:
+    """The sequence that `sequence_fields` saved."""
+    columns = {
+        field: np.frombuffer(saved[key], dtype).tolist() for key, (field, dtype) in _COLUMNS.items()
+    }
+    routes = None
+    if saved["num_routes"]:
+        routes = np.frombuffer(saved["routes"], ROUTE_DTYPE).reshape(-1, saved["num_routes"])
+    support = None
+    if size := saved.get("max_support", 0):  # checkpoints of earlier versions have none
+        support = np.frombuffer(saved["support"], np.int32).reshape(-1, size)
+    return episode_runner.EpisodeSequence(
+        episode=episode,
+        prompt=prompt,
+        params=params,
+        key=np.array(saved["key"], np.uint32),
+        stopped=saved["stopped"],
+        routes=routes,
+        support=support,
+        **columns,
+    )

@@ -12,6 +12,7 @@ n - K - 1 is the engine's, so K = 0 samples exactly what `SyncSource` does.
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -24,13 +25,15 @@ from jaxrl_llm.metrics.timers import Clock
 from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.engine.requests import EngineStatistics
 from jaxrl_llm.rollout.episode_runner import EpisodeRunner
-from jaxrl_llm.sampling import async_checkpoint, source
+from jaxrl_llm.rollout.session_host import SessionHost
+from jaxrl_llm.rollout.session_runner import SessionRunner
+from jaxrl_llm.sampling import async_checkpoint, session_checkpoint, source
 from jaxrl_llm.sampling.async_checkpoint import PromptGroup
 from jaxrl_llm.sampling.async_schedule import AsyncSchedule
 from jaxrl_llm.sampling.policy_sampler import PolicySampler
 from jaxrl_llm.sampling.source import BeginScoring, ScoredRollouts, ScoreRollouts, SyncSource
 from jaxrl_llm.sharding import multihost
-from jaxrl_llm.types import PromptBatch, Rollouts, Weights
+from jaxrl_llm.types import EpisodeLog, PromptBatch, Rollouts, Weights
 
 
 class AsyncSource(SyncSource):
@@ -49,7 +52,14 @@ class AsyncSource(SyncSource):
         self._schedule = schedule
         # Evaluation uses the sampler's engine; this one keeps its requests in flight meanwhile.
         self._engine = sampler.engine.clone()
-        self._runner = EpisodeRunner(self._engine, self._sampling_params)
+        self._runner: EpisodeRunner | SessionRunner
+        if isinstance(host := sampler.world, SessionHost):
+            self._runner = SessionRunner(
+                self._engine, self._sampling_params, host.open_wave(), sampler.max_turn_tokens
+            )
+            self._begin_scoring = None  # an episode may have several rows
+        else:
+            self._runner = EpisodeRunner(self._engine, self._sampling_params)
         self._on_own_devices = sampler.has_own_devices
         self._engine_weights: Weights | None = None  # the weights of the engine
         self._newest_weights: Weights | None = None
@@ -94,13 +104,13 @@ class AsyncSource(SyncSource):
         behind the work that the learner has already dispatched to them.
         """
         if not self._on_own_devices and self._runner.is_running and self._weights_alive:
-            self._decode_chunk()
+            self._decode_chunk(wait=False)
         while (
             self._on_own_devices
             and self._runner.is_running
             and not self._schedule.decide(lambda: _all_ready(pending))
         ):
-            self._decode_chunk()
+            self._decode_chunk(wait=False)
 
     def metrics(self) -> Mapping[str, float]:
         """Metrics `training/off_policy/...`, idle time shares, and those of `SyncSource`."""
@@ -118,13 +128,19 @@ class AsyncSource(SyncSource):
     def get_state(self) -> Mapping[str, Any]:
         """All prompts that were started and not trained on yet, with their tokens so far."""
         self._schedule.end_step()
-        partial, n = self._runner.snapshot(), len(self._sampling_params)
+        runner, n = self._runner, len(self._sampling_params)
+        partial = runner.snapshot() if isinstance(runner, EpisodeRunner) else {}
 
         def group_text(number: int, group: PromptGroup) -> str:
             if group.checkpoint_text:
                 return group.checkpoint_text
-            sequences = [partial[number * n + i] for i in range(n)]
-            text = async_checkpoint.to_text(number, group, sequences)
+            episodes_of_group = range(number * n, (number + 1) * n)
+            if isinstance(runner, SessionRunner):
+                snapshots = [runner.snapshot(episode) for episode in episodes_of_group]
+                text = session_checkpoint.to_text(number, group, snapshots)
+            else:
+                sequences = [partial[episode] for episode in episodes_of_group]
+                text = async_checkpoint.to_text(number, group, sequences)
             group.checkpoint_text = "" if group.num_unfinished else text
             return text
 
@@ -141,11 +157,17 @@ class AsyncSource(SyncSource):
         self._prompts.set_state(state["prompts"])
         self._num_started, self._num_planned = state["begun"], state["planned"]
         self._finished, self._groups, self._restored = list(state["ended"]), {}, True
+        runner, samples = self._runner, self._sampling_params
         for text in state["groups"]:
-            number, group, sequences = async_checkpoint.from_text(text, self._sampling_params)
+            if isinstance(runner, SessionRunner):
+                number, group, snapshots = session_checkpoint.from_text(text, samples)
+                for i, snapshot in enumerate(snapshots):
+                    runner.restore(number * len(samples) + i, group.prompt, snapshot)
+            else:
+                number, group, sequences = async_checkpoint.from_text(text, samples)
+                for sequence, has_ended in sequences:
+                    runner.restore(sequence, has_ended)
             self._groups[number] = group
-            for sequence, has_ended in sequences:
-                self._runner.restore(sequence, has_ended)
 
     def _resume(self, weights: Weights) -> None:
         """Resumes requests in flight in a new process, or replays such a start: recompute all."""
@@ -204,10 +226,14 @@ class AsyncSource(SyncSource):
             self._groups[number] = PromptGroup(prompt, self._current_weights.version, n)
             self._runner.start(prompt, number * n, keys[place * n : (place + 1) * n])
 
-    def _decode_chunk(self, *, ahead: bool = False) -> None:
-        """Decodes one chunk."""
+    def _decode_chunk(self, *, ahead: bool = False, wait: bool = True) -> None:
+        """Decodes one chunk; `wait`: for an agent, if there is nothing to sample."""
+        runner, weights = self._runner, self._current_weights
         with self._staleness.time_generation():
-            self._record_ended(self._runner.step(self._current_weights, ahead=ahead))
+            if isinstance(runner, SessionRunner):
+                self._record_ended(runner.step(weights, wait=wait))
+            else:
+                self._record_ended(runner.step(weights, ahead=ahead))
 
     def _record_ended(self, episodes_ended: Sequence[int]) -> None:
         """Counts samples that ended; starts scoring the groups that they complete."""
@@ -259,14 +285,22 @@ class AsyncSource(SyncSource):
     def _take_groups(self, numbers: Sequence[int]) -> Rollouts:
         """Removes finished groups from the buffer and returns their rollouts."""
         n, sequences, prompts = len(self._sampling_params), [], []
+        runner, logs = self._runner, list[EpisodeLog]()
         for place, number in enumerate(numbers):
-            group_sequences = [self._runner.sequences.pop(number * n + i)[0] for i in range(n)]
-            versions = [version for sequence in group_sequences for version in sequence.versions]
-            self._step_groups.append((number, min(versions), max(versions)))
-            sequences += [
-                dataclasses.replace(s, episode=place * n + i) for i, s in enumerate(group_sequences)
-            ]
-            prompts.append(self._groups.pop(number).prompt)
+            group = self._groups.pop(number)
+            versions = [group.oldest_version]
+            for i in range(n):
+                if isinstance(runner, SessionRunner):
+                    episode_sequences, log = runner.take(number * n + i)
+                    logs.append(log)
+                else:
+                    episode_sequences = runner.sequences.pop(number * n + i)
+                for s in episode_sequences:
+                    sequences.append(dataclasses.replace(s, episode=place * n + i))
+                    versions += itertools.compress(s.versions, s.sampled)
+            sampled_versions = versions[1:] or versions  # no agent may have sampled a token
+            self._step_groups.append((number, min(sampled_versions), max(sampled_versions)))
+            prompts.append(group.prompt)
             self._finished.remove(number)
         batch = PromptBatch(tuple(prompts), self._prompts.max_prompt_tokens)
         tokenizer, max_tokens = self._sampler.models.tokenizer, self._engine.max_tokens
@@ -275,7 +309,7 @@ class AsyncSource(SyncSource):
             width = episodes.sequence_width(
                 batch.max_prompt_tokens, self._sampling_params[0].max_tokens, max_tokens
             )
-        return episodes.to_rollouts(self._engine, tokenizer, batch, n, sequences, width=width)
+        return episodes.to_rollouts(self._engine, tokenizer, batch, n, sequences, logs, width=width)
 
 
 def select_groups(

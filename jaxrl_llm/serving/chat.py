@@ -364,6 +364,11 @@ class ChatBody(Body):
     def _grammar_source(self, served: ServedModel, prompt: RenderedPrompt) -> GrammarSource | None:
         """The constraint of the reply: of its text, of its calls, or of either."""
         answer = self.reply_constraint()
+        if not served.constrains_replies:
+            if answer is None:
+                return None
+            message = f"{answer.setting}: a training run samples from its policy, unconstrained"
+            raise ApiError(400, f"{message}; leave it out", param=answer.setting)
         offered = () if self.tool_choice == "none" else self.tools or ()
         is_strict = any(tool.function.strict for tool in offered)
         if not (answer or is_strict or prompt.call_start):

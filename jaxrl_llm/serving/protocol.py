@@ -90,6 +90,8 @@ class ServedModel:
     # replies that were sampled (`sessions/dialogue_tree.py`). Called from one thread.
     tokenize_chat: Callable[[ChatPrompt], tuple[int, ...]] | None = None
     answers_any_name: bool = False  # whatever model a request names
+    # False: strict tools and a required call constrain no token, and other constraints are refused.
+    constrains_replies: bool = True
 
     @functools.cached_property
     def grammars(self) -> GrammarCompiler:

@@ -40,5 +40,6 @@ def make_agent_host(
         chat_template=config.data.chat_template,
         call_format=call_format(config.agent, models.tokenizer),
     )
-    terms = [*config.rewards.functions.values(), *config.rewards.models.values()]
-    return HarnessManager(config.agent, served, {term.data_source for term in terms})
+    judged_sources = {term.data_source for term in config.rewards.functions.values()}
+    judged_sources |= {term.data_source for term in config.rewards.models.values()}
+    return HarnessManager(config.agent, served, judged_sources)

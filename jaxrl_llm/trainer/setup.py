@@ -90,15 +90,17 @@ def validate_run(
     distillation.check_teachers(config, models)
     for warning in requirements.warnings(config):
         logging.warning("%s", warning)
-    world, options_of = None, None
+    world: EpisodeEnvironment | SessionHost | None = None
+    options_of = None
     if config.agent.is_used:
         image_processor = (
             None
             if feature_cache.unsupported_settings(config, bool(replay))
             else models.image_processor
         )
-        world = exit_stack.enter_context(make_agent_host(config, models, image_processor))
-        options_of = world.template_options
+        host = make_agent_host(config, models, image_processor)
+        exit_stack.enter_context(host)
+        world, options_of = host, host.template_options
     load = functools.partial(
         datasets.load_dataset,
         config.data,

@@ -4,7 +4,6 @@ Each host runs the agents of its own share of the episodes and serves their sess
 in them is exchanged between hosts, so that all engines get the same requests in the same order.
 """
 
-import collections
 import contextlib
 import copy
 import dataclasses
@@ -27,6 +26,7 @@ from jaxrl_llm.rollout.session_host import (
     SessionRequest,
     SessionWave,
 )
+from jaxrl_llm.sampling import session_checkpoint
 from jaxrl_llm.serving.protocol import ServedModel
 from jaxrl_llm.serving.sessions.session import Session
 from jaxrl_llm.serving.sessions.session_server import SessionServer
@@ -252,8 +252,6 @@ def _event_fields(event: SessionEvent) -> dict[str, Any]:
 
 def _event_from_fields(fields: Mapping[str, Any]) -> SessionEvent:
     request, log = fields["request"], fields["log"]
-    if log is not None:
-        counters = {name: collections.Counter(log[name]) for name in ("calls", "errors")}
-        log = EpisodeLog(**{**log, **counters})
+    log = session_checkpoint.log_from_fields(log)
     request = request and SessionRequest.from_fields(request)
     return SessionEvent(fields["episode"], request, fields["cancelled"], log)
