@@ -16,7 +16,7 @@ from jaxrl_llm.serving.driver import Driver
 from jaxrl_llm.serving.metrics import Metrics
 from jaxrl_llm.serving.replies import detokenizer
 
-MAX_TOKENS = 768
+MAX_TOKENS = 1024
 SERVED = dataclasses.replace(serving_chat.SERVED, max_tokens=MAX_TOKENS)
 # Rows of the embedding beyond the tokenizer's tokens, as models have them.
 NETWORK = tiny.with_sizes(

@@ -26,6 +26,7 @@ DISTRIBUTIONS = {
     "mcp_types": "mcp",  # which needs its own version of it
     "orbax": "orbax-checkpoint",
     "PIL": "pillow",
+    "cfnlint": "cfn-lint",
     "pydantic_core": "pydantic",  # which needs its own version of it
     "yaml": "pyyaml",
 }

@@ -35,7 +35,9 @@ REQUEST_S = 3600.0
 def main(options: EvaluateOptions) -> None:
     """Runs the tasks; prints their metrics, and writes all of lm-eval's results to a file."""
     program.enable_compilation_cache(options.workdir, options.model)
-    manager = TaskManager(include_path=options.task_folder or None)
+    # Reading the thousands of tasks that come with lm-eval takes a while.
+    are_files = all(pathlib.Path(task).is_file() for task in options.tasks)
+    manager = TaskManager(include_path=options.task_folder or None, include_defaults=not are_files)
     _check_tasks(manager, options.tasks)
     if options.workdir:
         source = saved_policy.policy_from_run(options.workdir)

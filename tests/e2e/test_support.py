@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import processes
 import pytest
 import runs
 
@@ -57,3 +58,19 @@ def test_policy_and_engine_agree_on_truncated_distributions(sampling, tmp_path):
     rl.train(runs.config("grpo_tiny", {**settings, "rollout.support_tokens": 0}), tmp_path / "off")
     whole = steps_of(tmp_path / "off")
     assert np.abs(whole[0]["actor/grad_norm"] - kept[0]["actor/grad_norm"]) > 1e-4
+
+
+@pytest.mark.multihost
+def test_two_processes_keep_the_supports_of_one(tmp_path, cache):
+    steps, rows = {}, {}
+    for count in (1, 2):
+        folder = tmp_path / str(count)
+        arguments = ["launch/train.py", *runs.flags("grpo_tiny", SETTINGS), f"--workdir={folder}"]
+        processes.run(arguments, count, 8 // count, cache)
+        rows[count] = [json.loads(line) for line in (folder / "rollouts/1.jsonl").open()]
+        steps[count] = steps_of(folder)
+    for one, two in zip(rows[1], rows[2], strict=True):
+        assert one["support"] == two["support"] and one["tokens"] == two["tokens"]
+    for one, two in zip(steps[1], steps[2], strict=True):
+        assert two["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4)
+        assert two["training/rollout_probs_diff_max"] < 1e-5

@@ -73,8 +73,8 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 backend, arguments, tasks = json.loads(sys.argv[1])
 results = lm_eval.simple_evaluate(
-    model=backend, model_args=arguments, tasks=tasks, task_manager=TaskManager(), batch_size=1,
-    bootstrap_iters=0,
+    model=backend, model_args=arguments, tasks=tasks, batch_size=1, bootstrap_iters=0,
+    task_manager=TaskManager(include_defaults=False),
 )
 samples = {task: [[s["doc_id"], s["resps"]] for s in found] for task, found in
            results["samples"].items()}

@@ -224,3 +224,31 @@ def test_mesh_does_not_matter(sizes):
     count = engine.num_compilations()
     engine.generate(rollout_params(mesh), requests())
     assert engine.num_compilations() == count
+
+
+@pytest.mark.slow
+def test_supports_and_adjusted_logits_under_a_grammar():
+    kept = SamplingParams(40, stop_tokens=STOPS, support_tokens=6, top_p=0.95)
+    biased = dataclasses.replace(kept, logit_bias=((20, 4.0), (70, 4.0)), min_tokens=50)
+    asked = constrained("regex", [kept, biased], 7)
+    (found,) = engine_of().generate(rollout_params(), [asked])
+    for params, completion in zip(asked.params, found, strict=True):
+        support, tokens = np.concatenate(completion.support), completion.tokens
+        assert support.shape == (len(tokens), 6)
+        rows = np.array([[*asked.tokens, *tokens]])
+        positions = jnp.arange(rows.shape[1])[None]
+        hidden = tiny.hidden_states(tiny.NETWORK)(weights(), rows, positions, jnp.ones_like(rows))
+        logits = np.array(tiny.NETWORK.logits(weights(), hidden))[0, len(asked.tokens) - 1 :]
+        for token, bias in params.logit_bias:
+            logits[:, token] += bias
+        for token, log_prob, ids, row in zip(
+            tokens, completion.log_probs, support, logits, strict=False
+        ):
+            ids = ids[ids >= 0]
+            assert token in ids
+            want = row[token] - np.logaddexp.reduce(row[ids])
+            if params.min_tokens and {*ids} <= {*STOPS}:  # banned, but the grammar has ended
+                want = -np.log(len(ids))
+            assert log_prob == pytest.approx(want, abs=1e-4)
+        text = character_tokenizer().decode([t for t in tokens if t not in STOPS])
+        assert completion.finish_reason == "length" or re.fullmatch(r"[a-f]{3,30}/(x|y+)\.\d", text)

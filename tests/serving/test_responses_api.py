@@ -256,7 +256,7 @@ def test_the_store_is_bounded_by_all_that_its_entries_keep():
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
         ({"tool_choice": "required"}, "needs tools"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format="),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"background": True}, "background=True is not supported"),
         ({"conversation": "a"}, "conversation="),
         ({"truncation": "auto"}, "truncation='auto'"),

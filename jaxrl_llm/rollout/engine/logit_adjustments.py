@@ -8,6 +8,9 @@ of the adjusted logits at the sampling temperature.
 The host builds the arrays for every chunk of decode steps from the samples' own tokens, so that a
 sample depends neither on its slot and neighbours nor on the length of chunks, and continues
 unchanged after a preemption. Rows without adjustments keep their logits bit for bit.
+
+The mask of a grammar comes after them: where it allows banned tokens alone, one of these is
+sampled.
 """
 
 import dataclasses

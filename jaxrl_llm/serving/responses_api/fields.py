@@ -8,8 +8,8 @@ PATH = "/v1/responses"
 
 # Fields of chats that have another name or place here.
 _RENAMED = (
-    *("max_tokens", "logprobs", "response_format", "echo", "prompt_logprobs", "suffix"),
-    *("structural_tag", "truncate_prompt_tokens"),
+    *("max_tokens", "logprobs", "response_format", "echo", "suffix", "structural_tag"),
+    "truncate_prompt_tokens",
 )
 
 RESPONSES: Mapping[str, Rule] = {
@@ -37,6 +37,7 @@ RESPONSES: Mapping[str, Rule] = {
     "prompt": REFUSED,
     "moderation": REFUSED,
     # vLLM's.
+    "prompt_logprobs": REFUSED,
     "chat_template_kwargs": USED,
     "previous_input_messages": REFUSED,
     "enable_response_messages": refused_except(False),
