@@ -66,6 +66,7 @@ class Latencies(episode_runner.EpisodeRunner):
         self.pauses = getattr(self, "pauses", 0) + 1
         self._paused = {number: sequence for (number, _), (sequence, _) in self._running.items()}
         self._running = {}
+        return []
 
     def _submit(self, together, continues=None):
         self._running |= {(each.episode, 0): (each, None) for each in together}
