@@ -99,7 +99,8 @@ FOREIGN = {
     for name in ("vllm_backend.py", "weight_readback.py")
 }
 PACKAGE_FILES = [path for path in python_files("jaxrl_llm") if path not in FOREIGN]
-OTHER_FILES = python_files("tests", "docs")
+# Agents of others run in an environment of their own, with the frameworks that they import.
+OTHER_FILES = [p for p in python_files("tests", "docs") if "foreign_agents" not in p.parts]
 # Tests and docs import each other by file name.
 OWN_NAMES = {"jaxrl_llm", *(path.stem for path in OTHER_FILES)}
 
