@@ -53,7 +53,8 @@ FIELDS = [
     *("suffix", "logit_bias", "tools", "response_format", "frequency_penalty", "prompt_logprobs"),
     *("presence_penalty", "repetition_penalty", "min_tokens", "bad_words"),
     *("input", "instructions", "previous_response_id", "store", "include", "text", "reasoning"),
-    *("max_output_tokens", "tool_choice"),
+    *("max_output_tokens", "tool_choice", "structured_outputs", "guided_json", "guided_regex"),
+    *("guided_choice", "guided_grammar", "guided_whitespace_pattern"),
 ]
 # What a well-formed request may say; few kinds, so that few programs are compiled.
 LEGAL = {
@@ -76,6 +77,18 @@ LEGAL = {
     "repetition_penalty": st.sampled_from([0.01, 1, 100]),
     "min_tokens": st.integers(0, 20),
     "bad_words": st.lists(text, max_size=4),
+    "structured_outputs": st.sampled_from(
+        [
+            {"regex": "(a|b{2,5})+c"},
+            {"regex": "(((a{100}){100}){100}){100}"},  # its lexer fails at the first token
+            {"choice": ["yes", "ü\0", "x" * 3000]},
+            {"json": {"type": "object", "properties": {"é": {"type": "integer"}}}},
+            {"json": {"$ref": "#"}},
+            {"json_object": True},
+            {"grammar": "start: start start | /a/"},
+            {"grammar": 'start: ""'},
+        ]
+    ),
 }
 OF_COMPLETIONS = {
     "echo": st.booleans(),
