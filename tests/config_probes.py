@@ -704,7 +704,7 @@ def _models(wanted):
 def evaluation(config: RLConfig):
     """Held-out prompts of an evaluation and how they are answered."""
     models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
-    sampler = types.SimpleNamespace(engine=None, models=models, rollout=None)
+    sampler = types.SimpleNamespace(engine=None, models=models, rollout=None, world=None)
     evaluator = evaluation_lib.Evaluator(
         config, sampler, datasets.Dataset(PROMPTS), None, jax.random.key(0)
     )
@@ -856,12 +856,12 @@ def sampled_ahead(config: RLConfig):
     play = types.SimpleNamespace(
         is_running=True,
         start=lambda prompt, number, keys: begun.append(number),
-        pause=lambda: how.append("paused"),
+        pause=lambda: how.append("paused") or [],
         resume=lambda **settings: how.append(settings),
     )
     engine = types.SimpleNamespace(reset=lambda max_prompt_tokens: None, clone=lambda: engine)
     models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
-    sampler = types.SimpleNamespace(engine=engine, models=models, has_own_devices=True)
+    sampler = types.SimpleNamespace(engine=engine, models=models, has_own_devices=True, world=None)
     stream = types.SimpleNamespace(
         next_batch=lambda n: PromptBatch(PROMPTS[:1] * n), max_prompt_tokens=4
     )

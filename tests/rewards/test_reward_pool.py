@@ -56,7 +56,7 @@ def misbehave(data_source, solution_str, ground_truth, extra_info):
         os.write(1, b"word " * 100_000)
         return 1.0
     if solution_str == "forge":
-        for fd in range(3, 20):
+        for fd in range(3, 512):
             try:
                 os.write(fd, b"\\xff" * 64)
             except OSError:

@@ -100,6 +100,8 @@ def test_sampling_waves_are_concatenated():
         prefill_tokens=2,
         prefill_positions=4,
         prefill_s=0.5,
+        prefix_cache_queries=4,
+        prefix_cache_hits=2,
         recomputed_tokens=1,
         num_preemptions=1,
         peak_pages=5,

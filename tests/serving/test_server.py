@@ -303,7 +303,7 @@ def test_bad_requests_are_told_what_is_wrong(client, fields, status, param, mess
         ({"top_logprobs": 2}, "needs logprobs=true"),
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"functions": [{"name": "f"}]}, "not supported"),
-        ({"guided_regex": "(a"}, "guided_regex: at 2(8): invalid regex"),
+        ({"extra_body": {"guided_regex": "(a"}}, r"guided_regex: at 2\(8\): invalid regex"),
         ({"max_completion_tokens": 10_000}, "max_tokens is 10000"),
     ],
 )
