@@ -25,6 +25,7 @@ SETTINGS = (
     "--config.trainer.prompts_per_step=4",
     "--config.trainer.minibatch_size=0",
     "--config.checkpoint.every=2",
+    "--config.metrics.rollout_tokens=True",
 )
 
 
@@ -123,11 +124,12 @@ def test_commands_take_a_run_in_a_bucket(kind, tmp_path):
         commands.run("export", f"--workdir={run}", f"--to={kind}://{BUCKET}/models/sums")
         names = {path.rpartition("/")[2] for path in files.find(f"{BUCKET}/models/sums")}
         assert {"config.json", "model.safetensors", "README.md"} <= names
-        uploaded = f"--model={kind}://{BUCKET}/models/sums"
-        uploaded_answer = json.loads(commands.run("generate", uploaded, *greedy))
-        assert uploaded_answer["output"] == answer["output"]
         commands.run("export", f"--workdir={run}", f"--out={tmp_path / 'folder'}")
-        assert (tmp_path / "folder" / "model.safetensors").exists()
+        weights = (tmp_path / "folder" / "model.safetensors").read_bytes()
+        assert files.cat_file(f"{BUCKET}/models/sums/model.safetensors") == weights
+        # Its chat template is used there; the run's prompts are plain.
+        uploaded = commands.run("generate", f"--model={kind}://{BUCKET}/models/sums", *greedy)
+        assert "3+4=" in json.loads(uploaded)["prompt"]
         planned = commands.run("plan", f"--config={run}/config.json", "--json")
         assert json.loads(planned)["fits"]
         with started(commands.start("serve", f"--workdir={run}", "--port=0")) as server:
