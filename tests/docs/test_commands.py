@@ -52,6 +52,7 @@ NOT_RUN = {
     r"jaxrl_llm export .*--to=": "needs a hub; see tests/launch/test_export_upload.py",
     r"jaxrl_llm export .*--format=gguf": "see tests/launch/test_export_folder.py",
     r".* --workdir=(?:gs|s3)://": "needs a bucket; see tests/faults/test_bucket_runs.py",
+    r".*rollout\.engine=vllm": "needs vLLM; see tests/rollout/vllm_engine/test_vllm_live.py",
     r".* --tasks=": "needs lm-eval; see tests/launch/test_lm_eval.py",
     r".* --replay ": "see tests/sampling/test_dump_source.py",
     r".* --dry_run$": "see tests/commands/test_command_line.py",
