@@ -10,11 +10,11 @@ import openai
 import serving_chat
 import tiny
 
+from jaxrl_llm.data.token_names import detokenizer
 from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.driver import Driver
 from jaxrl_llm.serving.metrics import Metrics
-from jaxrl_llm.serving.replies import detokenizer
 
 MAX_TOKENS = 1024
 SERVED = dataclasses.replace(serving_chat.SERVED, max_tokens=MAX_TOKENS)

@@ -20,9 +20,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrl_llm.agents.tools import special_tokens
+from jaxrl_llm.data.token_names import TokenNames, detokenizer
 from jaxrl_llm.rollout.engine.grammars import Grammar, GrammarError
 from jaxrl_llm.rollout.structured_outputs import GrammarSource
-from jaxrl_llm.serving import fields, messages_api, replies
+from jaxrl_llm.serving import fields, messages_api
 from jaxrl_llm.serving.chat import ChatBody
 from jaxrl_llm.serving.driver import RejectReason, RequestDriver, RequestRejected, SampleEvent
 from jaxrl_llm.serving.messages_api import CountTokensBody, MessagesBody
@@ -40,7 +41,6 @@ from jaxrl_llm.serving.replies import (
     IncrementalDetokenizer,
     ReplyFormat,
     SampleDelta,
-    TokenNames,
 )
 from jaxrl_llm.serving.responses_api.body import ResponseRequest, ResponsesBody
 from jaxrl_llm.serving.responses_api.events import ResponsesFormat
@@ -261,8 +261,8 @@ class _Detokenizers:
     """Makes the incremental detokenizers of the samples of a request."""
 
     def __init__(self, served: ServedModel):
-        self._plain = replies.detokenizer(served.tokenizer)
-        self._with_special = replies.detokenizer(served.tokenizer, skip_special_tokens=False)
+        self._plain = detokenizer(served.tokenizer)
+        self._with_special = detokenizer(served.tokenizer, skip_special_tokens=False)
         self._special = special_tokens(served.tokenizer)
         marks = thinking_marks(str(served.tokenizer.chat_template))
         self._hides_marks = any(self._special and self._special.search(mark) for mark in marks)

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxrl_llm.data.token_names import TokenNames
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.engine import host_inputs
@@ -37,7 +38,6 @@ from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.rollout.engine.prefill import Prefix
 from jaxrl_llm.rollout.engine.requests import Request, RequestError, SamplingParams
 from jaxrl_llm.serving.protocol import ServedModel
-from jaxrl_llm.serving.replies import TokenNames
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 

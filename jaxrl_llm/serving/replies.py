@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jaxrl_llm.data.token_names import TokenNames
-from jaxrl_llm.data.token_names import detokenizer as detokenizer
 from jaxrl_llm.rollout.engine.requests import Decode, PromptLogProbs, TopLogProbs, text_before
 from jaxrl_llm.serving import prompt_replies
 from jaxrl_llm.serving.prompt_replies import json_log_prob

@@ -17,6 +17,7 @@ from jaxrl_llm.agents.episode import call_format
 from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.config.kv_cache_sizing import SequenceLengths
 from jaxrl_llm.data.encoding import Treatment, set_treatment
+from jaxrl_llm.data.token_names import detokenizer
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.engine import kv_cache
@@ -25,7 +26,6 @@ from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.saved_policy import SavedPolicy
 from jaxrl_llm.serving.driver import Driver
 from jaxrl_llm.serving.protocol import ServedModel
-from jaxrl_llm.serving.replies import detokenizer
 
 
 class ServerError(UserError):
@@ -119,6 +119,20 @@ def bind_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
+def http_settings(app: ASGIApp, **limits: Any) -> uvicorn.Config:
+    """Settings of uvicorn that all our servers share, and `limits` of its `Config` besides."""
+    return uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        **limits,
+    )
+
+
 @contextlib.contextmanager
 def local_server(app: ASGIApp, driver: Driver) -> Iterator[str]:
     """Serves on a free local port from a thread while the context lasts; gives the URL.
@@ -127,11 +141,7 @@ def local_server(app: ASGIApp, driver: Driver) -> Iterator[str]:
     """
     listener = bind_socket("127.0.0.1", 0)
     listener.listen(1024)  # clients may connect before the thread accepts
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False
-        )
-    )
+    server = uvicorn.Server(http_settings(app))
 
     async def serve() -> None:
         driver.start((), asyncio.get_running_loop().call_soon_threadsafe)
@@ -178,14 +188,8 @@ def run(
         except Exception:  # any error: keep serving
             logging.exception("weights were not reloaded; serving those from before")
 
-    settings = uvicorn.Config(
+    settings = http_settings(
         app,
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
         limit_concurrency=max_connections,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=10,  # to flush finished replies to their clients

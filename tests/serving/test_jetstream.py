@@ -10,11 +10,11 @@ import pytest
 import serving_model
 import tiny
 
+from jaxrl_llm.data.token_names import detokenizer
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.models.hf import checkpoint
 from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
-from jaxrl_llm.serving.replies import detokenizer
 
 pytestmark = pytest.mark.slow
 LIMIT = 128

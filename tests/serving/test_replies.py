@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from jaxrl_llm.data.token_names import TokenNames, detokenizer
 from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.rollout.engine.requests import text_before
-from jaxrl_llm.serving.replies import IncrementalDetokenizer, TokenNames, detokenizer
+from jaxrl_llm.serving.replies import IncrementalDetokenizer
 
 BYTES = serving_model.byte_tokenizer()
 

@@ -11,12 +11,13 @@ import pytest
 import serving_model
 import tiny
 
+from jaxrl_llm.data.token_names import detokenizer
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.models.hf import checkpoint
 from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
 from jaxrl_llm.serving.protocol import random_keys
-from jaxrl_llm.serving.replies import IncrementalDetokenizer, detokenizer
+from jaxrl_llm.serving.replies import IncrementalDetokenizer
 
 PROMPT = "The quick brown"
 LIMIT = 256

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxrl_llm.agents.tool_call_scanner import THINKING
+from jaxrl_llm.data.token_names import TokenNames
 from jaxrl_llm.serving.protocol import ApiError, GenerationRequest
-from jaxrl_llm.serving.replies import Json, SampleDelta, TokenNames, token_log_probs
+from jaxrl_llm.serving.replies import Json, SampleDelta, token_log_probs
 from jaxrl_llm.serving.responses_api.body import ResponseRequest
 from jaxrl_llm.serving.responses_api.items import with_parts
 from jaxrl_llm.serving.responses_api.store import ResponseStore, StoredResponse

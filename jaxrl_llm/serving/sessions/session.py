@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxrl_llm.agents.tools import special_tokens
+from jaxrl_llm.data.token_names import detokenizer
 from jaxrl_llm.data.tokenizer import Message
 from jaxrl_llm.rollout.engine.requests import Progress, Request
 from jaxrl_llm.rollout.session_host import SessionEvent, SessionRequest
 from jaxrl_llm.serving.chat import call_message, chat_tokenizer, expected_calls
 from jaxrl_llm.serving.driver import RejectReason, RequestRejected, SampleEvent, Ticket
 from jaxrl_llm.serving.protocol import ChatPrompt, ServedModel
-from jaxrl_llm.serving.replies import IncrementalDetokenizer, detokenizer
+from jaxrl_llm.serving.replies import IncrementalDetokenizer
 from jaxrl_llm.serving.sessions.dialogue_tree import DialogueTree
 from jaxrl_llm.serving.tool_call_stream import ToolCallStream
 

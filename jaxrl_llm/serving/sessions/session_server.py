@@ -23,7 +23,7 @@ from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.driver import SampleEvent, Ticket
 from jaxrl_llm.serving.metrics import Metrics
 from jaxrl_llm.serving.protocol import ApiError, ServedModel
-from jaxrl_llm.serving.server import bind_socket
+from jaxrl_llm.serving.server import bind_socket, http_settings
 from jaxrl_llm.serving.sessions.session import ReplyParser, Session
 
 _HOST = "127.0.0.1"
@@ -74,14 +74,8 @@ class SessionServer(contextlib.AbstractContextManager["SessionServer"]):
         app = make_app(self._served, driver, Metrics(), request_s, _BODY_BYTES)
         self._listener = bind_socket(_HOST, 0)
         self._listener.listen(1024)
-        settings = uvicorn.Config(
+        settings = http_settings(
             self._with_session(app),
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
             timeout_keep_alive=600,  # clients reuse connections, however long an agent thinks
             timeout_graceful_shutdown=1,
         )
