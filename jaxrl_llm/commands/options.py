@@ -121,6 +121,7 @@ class ServeOptions(PolicyOptions):
     """
 
     module = "serve"
+    positional = "adapters"
 
     name: Name = option("Model name for clients; empty: the folder's name.", "")
     host: Name = option("Address to listen on (no access control).", "127.0.0.1")
@@ -138,6 +139,25 @@ class ServeOptions(PolicyOptions):
     request_s: Annotated[float, Range("[0.1, inf]")] = option("Maximum time of a request.", 600.0)
     body_bytes: Natural = option("Maximum body of a request; 0: 1 MiB, with images 32.", 0)
     special_tokens: Literal["text", "tokens"] = option("Spelled in messages.", "text")
+    adapters: tuple[str, ...] = option("LoRA adapters: name=folder, or an address.", ())
+    max_adapters: Natural = option("Adapters at once, loadable later; 0: --adapters.", 0)
+    max_adapter_rank: Natural = option("Highest rank of an adapter; 0: of --adapters.", 0)
+
+    @property
+    def adapters_by_name(self) -> dict[str, str]:
+        """The addresses of `adapters` by name."""
+        return {name: address for name, _, address in (a.partition("=") for a in self.adapters)}
+
+    def rules(self) -> Problems:
+        yield from super().rules()
+        for each in self.adapters:
+            name, _, address = each.partition("=")
+            if not (name and address):
+                yield "adapters", f"{each[:100]!r} is not name=folder"
+        if len(self.adapters_by_name) < len(self.adapters):
+            yield "adapters", "a name stands twice; give each adapter its own"
+        if self.max_adapter_rank and not (self.adapters or self.max_adapters):
+            yield "max_adapter_rank", "has no effect without --adapters or --max_adapters"
 
 
 class ServeJetstreamOptions(PolicyOptions):

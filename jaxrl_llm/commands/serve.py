@@ -6,11 +6,13 @@ from absl import logging
 
 from jaxrl_llm import program, saved_policy
 from jaxrl_llm.commands.options import ServeOptions
+from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.engine import aot_programs
 from jaxrl_llm.serving.driver import Driver
 
 try:
     from jaxrl_llm.serving import server
+    from jaxrl_llm.serving.adapters import AdapterPool
     from jaxrl_llm.serving.app import make_app
     from jaxrl_llm.serving.metrics import Metrics
 except ModuleNotFoundError as error:
@@ -28,6 +30,16 @@ def main(options: ServeOptions) -> None:
         source = saved_policy.policy_from_run(options.workdir)
     treatment = options.special_tokens
     served = server.served_model(source, options.name, options.max_tokens, treatment)
+    adapters = None
+    if options.adapters or options.max_adapters:
+        adapters = AdapterPool(
+            served.name,
+            source.models.policy.decoder,
+            source.sampler.engine_args,
+            options.adapters_by_name,
+            options.max_adapters,
+            options.max_adapter_rank,
+        )
     engine = server.make_engine(
         source,
         served,
@@ -35,12 +47,20 @@ def main(options: ServeOptions) -> None:
         options.chunk_steps,
         options.draft_tokens,
         prefix_caching=options.prefix_caching,
+        network=adapters.network if adapters else None,
     )
+
+    def load_weights() -> Params:
+        base = source.weights().params
+        return adapters.set_base(base) if adapters else base
+
     logging.info("reading the weights of %s", source.name)
-    params = source.weights().params
+    params = load_weights()
     driver = Driver(engine, params, max_waiting=options.max_waiting)
     body_bytes = options.body_bytes or (2**20 if served.image_processor is None else 2**25)
-    app = make_app(served, driver, Metrics(driver), options.request_s, body_bytes)
+    app = make_app(
+        served, driver, Metrics(driver), options.request_s, body_bytes, adapters=adapters
+    )
     max_prompt_tokens = served.max_tokens - 1  # room for one generated token
     filter_variants = (False, True) if options.warm_up_prompts else ()
     programs = aot_programs.warmup_programs(
@@ -51,7 +71,6 @@ def main(options: ServeOptions) -> None:
         continues=engine.prefix_caching,
     )
     del params  # else the old weights stay in memory after SIGHUP has loaded new ones
-    load_weights = lambda: source.weights().params  # noqa: E731
     server.run(
         app,
         driver,

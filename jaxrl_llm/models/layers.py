@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -130,6 +131,7 @@ class ParamFactory:
     dtype: Any
     lora: LoraConfig = NO_ADAPTERS
     products: MatmulImpl = DEFAULT_MATMULS
+    num_adapters: int = 0  # of each projection, see `Network`
 
     def param(self, init, shape: tuple[int, ...], axes: tuple[str, ...], dtype=None) -> nnx.Param:
         return nnx.Param(init(self.rngs.params(), shape, dtype or self.dtype), logical_axes=axes)
@@ -156,6 +158,11 @@ class Linear(nnx.Module):
     """`x @ kernel (+ bias)`; `MatmulImpl` decides whether the kernel is stored transposed.
 
     With adapters of rank r, `x @ lora_a @ lora_b * alpha / r` is added (arXiv:2106.09685, Eq. 3).
+
+    Of several adapters, `lora_a` [in, N r] and `lora_b` [N r, out] hold the factors side by side,
+    and `lora_index` [B, T] is the number of each token's adapter, from 1; 0: none. Between the two
+    products everything but the r columns of that adapter is zeroed, so that tokens of any adapters
+    share one batch.
     """
 
     def __init__(
@@ -180,9 +187,13 @@ class Linear(nnx.Module):
         if lora.rank and name in lora.targets:
             # float32 whatever the frozen kernel's dtype: adapters are small, and so are updates.
             a_axes, b_axes = (axes[0], "rank"), ("rank", axes[1])
-            self.lora_a = build.param(init_as_peft, (in_size, lora.rank), a_axes, jnp.float32)
-            self.lora_b = build.param(_ZEROS, (lora.rank, out_size), b_axes, jnp.float32)
+            rank = lora.rank * (build.num_adapters or 1)
+            self.lora_a = build.param(init_as_peft, (in_size, rank), a_axes, jnp.float32)
+            self.lora_b = build.param(_ZEROS, (rank, out_size), b_axes, jnp.float32)
             self.scale = lora.scale
+            if build.num_adapters:
+                self.lora_index = build.zeros((1, 1), ("batch", "length"), jnp.int32)
+                self.num_adapters, self.rank = build.num_adapters, lora.rank
 
     def weight(self, dtype) -> Float[Array, "I O"]:
         """The effective kernel [in, out]: dequantized, and with adapters merged."""
@@ -202,6 +213,9 @@ class Linear(nnx.Module):
             y = quantization_lib.apply_scales(y, self.kernel_steps[...])
         if hasattr(self, "lora_a"):
             inner = x @ self.lora_a[...].astype(x.dtype)
+            if hasattr(self, "lora_index"):
+                adapter_of_column = np.repeat(1 + np.arange(self.num_adapters), self.rank)
+                inner = jnp.where(self.lora_index[...][..., None] == adapter_of_column, inner, 0)
             y = y + inner @ self.lora_b[...].astype(x.dtype) * self.scale
         return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
 

@@ -13,6 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 Params = dict[str, Any]
 
 FACTORS = ("lora_a", "lora_b")
+_INDEX = "lora_index"  # entry of a tree, and of every adapted projection in a trace
 
 
 def has_adapters(tree: Params) -> bool:
@@ -43,3 +44,26 @@ def merge_adapters(tree: Params, scale: float) -> Params:
                 kernel.dtype
             )
     return unflatten_dict(weights)
+
+
+def with_adapter_index(params: Params, index: Any) -> Params:
+    """Adds the number of each token's adapter [B, T] to the parameters of a program's call.
+
+    [B, 1]: all tokens of a row use the same adapter.
+    """
+    return {**params, _INDEX: index}
+
+
+def assign_adapters(params: Params) -> Params:
+    """Hands the numbers of `with_adapter_index` to every adapted projection, inside a trace.
+
+    As parameters they reach the projections without an argument of every module on the way.
+    """
+    params = dict(params)
+    index = params.pop(_INDEX)
+    layers = []
+    for layer in params["layers"]:
+        leaves = flatten_dict(layer)
+        indices = {(*path[:-1], _INDEX): index for path in leaves if path[-1] == FACTORS[0]}
+        layers.append(unflatten_dict(leaves | indices))
+    return {**params, "layers": tuple(layers)}

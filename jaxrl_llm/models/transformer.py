@@ -61,6 +61,8 @@ class Network:
       remat: What the backward pass recomputes; a key of `REMAT_POLICIES` or "none".
       kernel: Attention kernel for whole rows (training, scoring, prefill).
       lora: Config of the adapters that a parameter tree may have.
+      num_adapters: Adapters of each projection, of which every token uses one or none (see
+        `lora.assign_adapters`); 0: a single one that all tokens use.
       sequence_attention: Form of context parallelism, where a row is sharded over devices.
       products: Implementations of its matmuls; `for_decoding` chooses faster ones.
       cache_dtype: Of the KV cache; "": `compute_dtype`.
@@ -78,6 +80,7 @@ class Network:
     matmuls: MatmulImpl = DEFAULT_MATMULS
     cache_dtype: str = ""
     suppressed_tokens: TokenRanges = ()
+    num_adapters: int = 0
 
     def for_decoding(self, mesh: Mesh) -> "Network":
         """This network with the fastest matmuls for decode steps on a mesh."""
@@ -117,7 +120,8 @@ class Network:
         return jax.tree.map(transposed, layer, plain_axes, stored_axes)
 
     def _build(self, rngs: nnx.Rngs, adapters: LoraConfig = NO_ADAPTERS) -> ParamFactory:
-        return ParamFactory(rngs, jnp.dtype(self.param_dtype), adapters, self.matmuls)
+        dtype = jnp.dtype(self.param_dtype)
+        return ParamFactory(rngs, dtype, adapters, self.matmuls, self.num_adapters)
 
     def _block(self, kind: LayerType, rngs: nnx.Rngs, adapters: LoraConfig = NO_ADAPTERS) -> Block:
         return Block(self._build(rngs, adapters), self.shape, kind)

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import contextvars
 import functools
 import importlib.metadata
@@ -24,6 +25,8 @@ from jaxrl_llm.data.token_names import TokenNames, detokenizer
 from jaxrl_llm.rollout.engine.grammars import Grammar, GrammarError
 from jaxrl_llm.rollout.structured_outputs import GrammarSource
 from jaxrl_llm.serving import fields, messages_api
+from jaxrl_llm.serving.adapter_api import adapter_routes
+from jaxrl_llm.serving.adapters import AdapterNotFoundError, AdapterPool
 from jaxrl_llm.serving.chat import ChatBody
 from jaxrl_llm.serving.driver import RejectReason, RequestDriver, RequestRejected, SampleEvent
 from jaxrl_llm.serving.messages_api import CountTokensBody, MessagesBody
@@ -71,6 +74,7 @@ def make_app(
     body_bytes: int = 2**20,
     body_s: float = 30.0,
     store_bytes: int = 2**26,
+    adapters: AdapterPool | None = None,
 ) -> fastapi.FastAPI:
     """The ASGI application of a server; `driver` must call its listeners in the same event loop.
 
@@ -82,11 +86,12 @@ def make_app(
       body_bytes: Largest request body.
       body_s: Seconds in which the body has to arrive.
       store_bytes: Memory for stored responses of the Responses API.
+      adapters: LoRA adapters that requests may name as their model.
     """
     app = fastapi.FastAPI(title="jaxrl_llm", docs_url=None, redoc_url=None)
     token_names, store = TokenNames(served.tokenizer), ResponseStore(store_bytes)
     start_request = functools.partial(
-        _ActiveRequest, driver, metrics, request_s, _Detokenizers(served)
+        _ActiveRequest, driver, metrics, request_s, _Detokenizers(served), adapters
     )
     # Long texts take long to tokenize, which would block the event loop. One thread, because a
     # tokenizer is not thread-safe.
@@ -97,6 +102,11 @@ def make_app(
     model_card = {"id": served.name, "object": "model", "created": int(time.time())}
     model_card |= {"owned_by": "jaxrl_llm", "max_model_len": served.max_tokens}
     model_card |= {"root": served.name, "parent": None, "permission": []}
+
+    def card(name: str) -> dict[str, Any]:
+        return (
+            model_card if name == served.name else {**model_card, "id": name, "parent": served.name}
+        )
 
     def in_tokenizer_thread(function: Callable[..., _T], *arguments: Any) -> Awaitable[_T]:
         run = contextvars.copy_context().run  # a session is a context variable
@@ -116,23 +126,32 @@ def make_app(
         except GrammarError as error:
             raise ApiError(400, str(error), param=source.setting) from error
 
-    def check_model(name: str) -> None:
-        if name != served.name and not served.answers_any_name:
-            message = f"model {name[:100]!r} is not served here; use {served.name!r}"
-            raise ApiError(404, message, code="model_not_found", param="model")
+    def adapter_names() -> list[str]:
+        return [adapter.name for adapter in adapters.adapters] if adapters else []
+
+    def check_model(name: str) -> str:
+        """The name of the model in replies; an `ApiError` if it is not served."""
+        if name in (served.name, *adapter_names()):
+            return name
+        if served.answers_any_name:
+            return served.name
+        known = ", ".join(map(repr, (served.name, *adapter_names())))
+        message = f"model {name[:100]!r} is not served here; use {known}"
+        raise ApiError(404, message, code="model_not_found", param="model")
 
     async def answer(
         request: fastapi.Request,
         body: CompletionBody | ChatBody | MessagesBody | ResponseRequest,
-        make_format: Callable[[GenerationRequest], ReplyFormat],
+        make_format: Callable[[str, GenerationRequest], ReplyFormat],
     ) -> Response:
         """The reply, or its event stream; the engine is already working on it."""
-        check_model(body.model)
+        model = check_model(body.model)
         generation = await in_tokenizer_thread(body.generation_request, served)
         if generation.grammar_source is not None:
             grammar = await compiled_grammar(generation.grammar_source)
             generation = generation.with_grammar(grammar)
-        reply_format, active = make_format(generation), start_request(generation)
+        adapter = "" if model == served.name else model
+        reply_format, active = make_format(model, generation), start_request(adapter, generation)
         if body.stream:
             return _EventStream(_server_sent(active, reply_format), active)
         with active:
@@ -140,11 +159,11 @@ def make_app(
 
     def openai_format(
         kind: type[CompletionFormat], options: StreamOptions | None
-    ) -> Callable[[GenerationRequest], ReplyFormat]:
+    ) -> Callable[[str, GenerationRequest], ReplyFormat]:
         include_usage = bool(options and options.include_usage)
         continuous_usage = bool(include_usage and options and options.continuous_usage_stats)
-        return lambda generation: kind(
-            model=served.name,
+        return lambda model, generation: kind(
+            model=model,
             names=token_names,
             generation=generation,
             include_usage=include_usage,
@@ -161,8 +180,7 @@ def make_app(
 
     @app.post(messages_api.PATH)
     async def messages(body: MessagesBody, request: fastapi.Request) -> Response:
-        make_format = functools.partial(messages_api.MessagesFormat, served.name)
-        return await answer(request, body, make_format)
+        return await answer(request, body, messages_api.MessagesFormat)
 
     @app.post(f"{messages_api.PATH}/count_tokens")
     async def count_tokens(body: CountTokensBody) -> dict[str, int]:
@@ -173,7 +191,7 @@ def make_app(
     async def responses(body: ResponsesBody, request: fastapi.Request) -> Response:
         turn = ResponseRequest.from_body(body, store)
         make_format = functools.partial(ResponsesFormat, token_names, store, turn)
-        return await answer(request, turn, make_format)
+        return await answer(request, turn, lambda _, generation: make_format(generation))
 
     @app.post(f"{RESPONSES_PATH}/input_tokens")
     async def input_tokens(body: ResponsesBody) -> dict[str, Any]:
@@ -183,6 +201,8 @@ def make_app(
         return {"object": "response.input_tokens", "input_tokens": count}
 
     app.include_router(storage_routes(store))
+    if adapters is not None:
+        app.include_router(adapter_routes(adapters, driver.update_weights))
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
@@ -196,12 +216,11 @@ def make_app(
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model_card]}
+        return {"object": "list", "data": [card(name) for name in (served.name, *adapter_names())]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        check_model(name)
-        return model_card
+        return card(check_model(name))
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -294,13 +313,20 @@ class _ActiveRequest:
         metrics: Metrics,
         limit_s: float,
         detokenizers: _Detokenizers,
+        adapters: AdapterPool | None,
+        adapter: str,  # its name; "": the base model
         generation: GenerationRequest,
     ):
-        self._driver, self._metrics, self.generation = driver, metrics, generation
+        self._driver, self._metrics = driver, metrics
         self._limit_s, self._start_s, self._detokenizers = limit_s, time.monotonic(), detokenizers
         self._num_unfinished = len(generation.sampling_params)
         self._events: asyncio.Queue[SampleEvent] = asyncio.Queue()
-        self._ticket = driver.submit(generation.requests, self._events.put_nowait)
+        with contextlib.ExitStack() as leases:
+            if adapters is not None and adapter:
+                generation = generation.with_adapter(leases.enter_context(adapters.lease(adapter)))
+            self.generation = generation
+            self._ticket = driver.submit(generation.requests, self._events.put_nowait)
+            self._leases = leases.pop_all()
         metrics.prompt_tokens.inc(generation.num_prompt_tokens)
 
     def __enter__(self) -> "_ActiveRequest":
@@ -309,6 +335,7 @@ class _ActiveRequest:
     def __exit__(self, *exception: object) -> None:
         """Frees the slots of an unfinished request."""
         self._driver.cancel(self._ticket)
+        self._leases.close()
         self._metrics.request_s.observe(time.monotonic() - self._start_s)
         if self._num_unfinished:
             self._metrics.cancelled.inc()
@@ -437,6 +464,8 @@ def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestRejected):
         status, kind, code, headers = _REFUSALS[error.reason]
         return ApiError(status, str(error), kind, code, headers=headers)
+    if isinstance(error, AdapterNotFoundError):  # unloaded since the request arrived
+        return ApiError(404, str(error), code="model_not_found", param="model")
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
     if not isinstance(error, RequestValidationError):

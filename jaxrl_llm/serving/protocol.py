@@ -20,7 +20,12 @@ from jaxrl_llm.data.images import ImagePreprocessor
 from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.rollout.engine import requests
 from jaxrl_llm.rollout.engine.grammars import Grammar, GrammarError
-from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS, Request, SamplingParams
+from jaxrl_llm.rollout.engine.requests import (
+    NUM_STOP_TOKENS,
+    AdapterSlot,
+    Request,
+    SamplingParams,
+)
 from jaxrl_llm.rollout.structured_outputs import GrammarCompiler, GrammarSource, source_of
 from jaxrl_llm.serving import fields
 from jaxrl_llm.serving.constraints import ConstrainedBody, Constraint, ResponseFormat
@@ -117,6 +122,11 @@ class GenerationRequest:
         """The same request with the compiled grammar of its samples."""
         constrained = (dataclasses.replace(each, grammar=grammar) for each in self.requests)
         return dataclasses.replace(self, requests=tuple(constrained))
+
+    def with_adapter(self, adapter: AdapterSlot) -> "GenerationRequest":
+        """The same request, sampled with an adapter."""
+        adapted = (dataclasses.replace(each, adapter=adapter) for each in self.requests)
+        return dataclasses.replace(self, requests=tuple(adapted))
 
     @property
     def num_prompt_tokens(self) -> int:

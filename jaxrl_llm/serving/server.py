@@ -19,7 +19,7 @@ from jaxrl_llm.config.kv_cache_sizing import SequenceLengths
 from jaxrl_llm.data.encoding import Treatment, set_treatment
 from jaxrl_llm.data.token_names import detokenizer
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout.engine import kv_cache
 from jaxrl_llm.rollout.engine.aot_programs import Program
 from jaxrl_llm.rollout.engine.engine import Engine
@@ -75,15 +75,16 @@ def make_engine(
     draft_tokens: int = 0,
     full: bool = False,
     prefix_caching: bool = False,
+    network: Network | None = None,
 ) -> Engine:
     """An engine for serving; fewer `chunk_steps` stream more smoothly, more have less overhead.
 
     The default of `num_slots` is 16 on CPU and 64 elsewhere, fewer if memory is short. With `full`,
     the KV cache holds the longest reply in all slots at once. It is the built-in engine, whatever
-    the run's `rollout.engine`.
+    the run's `rollout.engine`. `network` is that of the policy with places for adapters, if any.
     """
     args, max_tokens = source.sampler.engine_args, model.max_tokens
-    network, mesh = args.network, args.mesh
+    network, mesh = network or args.network, args.mesh
     max_slots, cache_tokens = 16 if source.models.platform == "cpu" else 64, 0
     if not num_slots:
         num_slots, cache_tokens = kv_cache.fitting_cache_size(

@@ -79,7 +79,7 @@ def read_all(lengths):
     """Returns the positions computed for these prompts and the shapes of the batches."""
     shapes = []
 
-    def read(params, prompts):
+    def read(params, prompts, adapters):
         shapes.append(prompts.tokens.shape)
         return "what was read"
 

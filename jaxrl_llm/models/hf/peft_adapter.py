@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from flax import traverse_util
 
+from jaxrl_llm.config import LoraConfig
+from jaxrl_llm.config.learner import PROJECTIONS
 from jaxrl_llm.models import finite
 from jaxrl_llm.models.hf import (
     config_reader,
@@ -17,7 +19,7 @@ from jaxrl_llm.models.hf import (
     safetensors_file,
 )
 from jaxrl_llm.models.hf.config_reader import CheckpointFormatError
-from jaxrl_llm.models.hf.safetensors_file import TensorToWrite
+from jaxrl_llm.models.hf.safetensors_file import StoredTensor, TensorToWrite
 from jaxrl_llm.models.hf.tensor_names import TensorName, tensor_names
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.storage import model_folder
@@ -122,6 +124,31 @@ def _adapter_names(network: Network, paths: Iterable[tuple[str, ...]]) -> list[T
     return names
 
 
+def read_lora_config(folder: PathLike, network: Network) -> LoraConfig:
+    """The rank, alpha and targets of the adapters in a folder, as `load` expects them.
+
+    Raises:
+      CheckpointFormatError: If there are none of this network.
+    """
+    config, stored = _read_header(folder)
+    file = f"{folder}/{_CONFIG_FILE}"
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not (isinstance(rank, int) and rank > 0):
+        raise CheckpointFormatError(f"{file}: r is {rank!r:.100}, not a positive integer")
+    if not (isinstance(alpha, int | float) and alpha > 0):
+        raise CheckpointFormatError(f"{file}: lora_alpha is {alpha!r:.100}, not a positive number")
+    kernels = [name for name in tensor_names(network.shape) if name.path[-1] == "kernel"]
+    names = _adapter_names(network, ((*name.path[:-1], "lora_a") for name in kernels))
+    targets = {n.path[-2] for n in names if not stored.keys().isdisjoint(n.file_names)}
+    if not targets:
+        raise CheckpointFormatError(
+            f"{folder}/{_WEIGHTS_FILE}: no adapter of this model's projections"
+            f" ({', '.join(PROJECTIONS)}); is it of another model?"
+        )
+    in_order = tuple(name for name in PROJECTIONS if name in targets)
+    return LoraConfig(rank=rank, alpha=float(alpha), targets=in_order)
+
+
 def check(folder: PathLike, network: Network) -> None:
     """Raises CheckpointFormatError where `load` would, without reading weights."""
     _check_folder(folder, network)
@@ -159,10 +186,22 @@ def _abstract_leaves(network: Network) -> dict[tuple[str, ...], Any]:
     return leaves
 
 
+def _read_header(address: PathLike) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """The settings of the adapters in a folder, and their stored tensors by name."""
+    folder = model_folder.local_folder(address)
+    config = config_reader.read_json(folder / _CONFIG_FILE)
+    if _WEIGHTS_FILE not in model_folder.file_names(address):
+        hint = model_folder.offline_hint(address)
+        raise CheckpointFormatError(f"{folder / _WEIGHTS_FILE}: no such file{hint}")
+    by_ranges = jax.process_count() > 1
+    files = model_folder.weight_files(address, [_WEIGHTS_FILE], by_ranges)
+    return config, safetensors_file.read_header(files[_WEIGHTS_FILE])[0]
+
+
 def _check_folder(address: PathLike, network: Network):
     """Checks a folder; the names of its adapters and the stored tensors."""
     folder = model_folder.local_folder(address)
-    config = config_reader.read_json(folder / _CONFIG_FILE)
+    config, stored = _read_header(address)
     expected_settings = {
         "peft_type": "LORA",
         "r": network.lora.rank,
@@ -186,12 +225,6 @@ def _check_folder(address: PathLike, network: Network):
         problem = f"{key} is {value!r:.100}; only plain adapters are implemented"
         remedy = "convert them with peft, or leave the key out if it changes nothing"
         raise CheckpointFormatError(f"{folder / _CONFIG_FILE}: {problem}; {remedy}")
-    if _WEIGHTS_FILE not in model_folder.file_names(address):
-        hint = model_folder.offline_hint(address)
-        raise CheckpointFormatError(f"{folder / _WEIGHTS_FILE}: no such file{hint}")
-    by_ranges = jax.process_count() > 1
-    files = model_folder.weight_files(address, [_WEIGHTS_FILE], by_ranges)
-    stored = safetensors_file.read_header(files[_WEIGHTS_FILE])[0]
     leaves = _abstract_leaves(network)
     names = _adapter_names(network, (path for path in leaves if path != _SCORE_NAME.path))
     expected = {file: leaves[name.path].shape[:0:-1] for name in names for file in name.file_names}

@@ -48,7 +48,8 @@ class GroupedLinear(nnx.Module):
         if bias:
             self.bias = build.zeros((num, outer), ("experts", axes[1]))
         lora = build.lora
-        if lora.rank and name in lora.targets:
+        # Of several adapters (`Network.num_adapters`), experts have none.
+        if lora.rank and name in lora.targets and not build.num_adapters:
             init_a = functools.partial(_init_each_as_peft, num)
             sizes_a, sizes_b = (num, inner, lora.rank), (num, lora.rank, outer)
             self.lora_a = build.param(init_a, sizes_a, ("experts", axes[0], "rank"), jnp.float32)

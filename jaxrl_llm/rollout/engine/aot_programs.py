@@ -41,6 +41,7 @@ class IdleCalls(NamedTuple):
     def prefill(self, params: Params, rows: int, width: int, vector_size: int = 0) -> Any:
         """Prefills rows without prompts, with image inputs if `vector_size` > 0."""
         batch = host_inputs.empty_prompt_rows(rows, width, self.jitted.num_routes, vector_size)
+        params = self.jitted.with_prompt_adapters(params, batch)
         return self.execute(self.jitted.prefill, params, batch)
 
     def prefill_and_insert(
@@ -60,9 +61,10 @@ class IdleCalls(NamedTuple):
     def generate(self, params: Params, state: DecodeState, **sizes: Any) -> Any:
         """Decodes no step: enough slots, 0, are free before the first."""
         table = self.jitted.pages.table([], self.jitted.num_slots)
+        num_slots = sizes["num_slots"]
         return self.execute(
             self.jitted.generate,
-            params,
+            self.jitted.with_adapter_numbers(params, (), num_slots),
             state,
             table,
             np.int32(0),
@@ -83,6 +85,7 @@ class IdleCalls(NamedTuple):
         tokens = host_inputs.chunked_prefill_inputs(
             [], [], rows, width, table, history_tokens=history_tokens
         )
+        params = jitted.with_adapter_numbers(params, (), rows)
         return self.execute(jitted.extend, params, state, tokens, samples, **self._outputs, **sizes)
 
     def move_and_release(self, params: Params, state: DecodeState) -> Any:

@@ -2,15 +2,17 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.config.kv_cache_sizing import cache_pages
-from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.packing.packed_batch import bucket
 from jaxrl_llm.rollout.engine import (
     decode_attention,
@@ -22,6 +24,7 @@ from jaxrl_llm.rollout.engine import (
     prefill,
 )
 from jaxrl_llm.rollout.engine.page_allocator import CacheLayout
+from jaxrl_llm.rollout.engine.sample import Sample
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 MOVES = 4  # samples moved by one call
@@ -46,6 +49,7 @@ class EnginePrograms:
         prefix_caching: bool = False,
     ):
         self.mesh, self.num_slots, self.max_tokens = mesh, num_slots, max_tokens
+        self.num_adapters = network.num_adapters
         # waits for programs compiled in the background
         self.wait_compiled: Callable[[], None] = lambda: None
         self.num_routes = network.num_routes if keeps_routes else 0
@@ -88,7 +92,7 @@ class EnginePrograms:
             self.state_shardings = jax.tree.map(sharding, jax.eval_shape(empty))
             self.empty = jax.jit(empty, out_shardings=self.state_shardings)
             self.abstract_state = jax.eval_shape(self.empty)
-        prefill_program = _named_partial(
+        prefill_program = _network_partial(
             prefill.prefill, network, piece_tokens=prefill.PREFILL_CHUNK_TOKENS
         )
         self.prefill = jax.jit(with_rules(prefill_program), static_argnames="num_prompt_top")
@@ -100,7 +104,7 @@ class EnginePrograms:
         self.insert = jit_with_outputs(
             with_rules(insert), static_argnames=switches, donate_argnums=0
         )
-        extend = _named_partial(
+        extend = _network_partial(
             device_programs.extend, network, split=split, reader=reader, keeps_routes=keeps_routes
         )
         self.extend = jax.jit(
@@ -109,7 +113,7 @@ class EnginePrograms:
             static_argnames=("window", *switches),
             donate_argnums=1,
         )
-        decode = _named_partial(
+        decode = _network_partial(
             decode_steps.generate,
             network,
             split=split,
@@ -159,7 +163,7 @@ class EnginePrograms:
             out_shardings=(None, live, recent),
             static_argnames=("num_slots", "window"),
         )
-        forward = _named_partial(
+        forward = _network_partial(
             masked_decoding.forward,
             network,
             split=split,
@@ -181,6 +185,41 @@ class EnginePrograms:
         self.end_masked = jax.jit(
             with_rules(end), out_shardings=self.state_shardings, donate_argnums=0
         )
+
+    def with_adapter_numbers(
+        self, params: Params, samples: Iterable[tuple[int, Sample]], num_rows: int
+    ) -> Params:
+        """`params` with the adapters of the tokens of a call, for programs of a network.
+
+        `samples` are pairs of row and sample; the other rows have none.
+        """
+        if not self.num_adapters:
+            return params
+        numbers = np.zeros((num_rows, 1), np.int32)
+        for row, sample in samples:
+            numbers[row] = sample.adapter_number
+        return lora.with_adapter_index(params, numbers)
+
+    def with_prompt_adapters(
+        self, params: Params, prompts: prefill.Prompts, numbers: Sequence[int] = ()
+    ) -> Params:
+        """`params` for a prefill; `numbers` are the adapters of its first prompts."""
+        if not self.num_adapters:
+            return params
+        rows, width = prompts.tokens.shape
+        index = np.zeros((rows, width), np.int32)
+        spans = zip(np.asarray(prompts.starts), np.asarray(prompts.lengths), numbers, strict=False)
+        for start, length, number in spans:
+            index.reshape(-1)[start : start + length] = number
+        if width > prefill.PREFILL_CHUNK_TOKENS:  # read in pieces; a row holds one prompt
+            index = index[:, :1]
+        return lora.with_adapter_index(params, index)
+
+    def prefill_prompts(
+        self, params: Params, prompts: prefill.Prompts, adapters: Sequence[int], **static: Any
+    ) -> prefill.Prefix:
+        """Prefills prompts with the adapters of these numbers; 0: none."""
+        return self.prefill(self.with_prompt_adapters(params, prompts, adapters), prompts, **static)
 
     def num_writes(self, prefix: prefill.Prefix, size: int) -> int:
         """Number of pages written by an insert of `size` samples: prompts once, plus their ends."""
@@ -206,6 +245,21 @@ def _named_partial(function: Callable[..., Any], *args: Any, **kwargs: Any) -> C
     partial: Any = functools.partial(function, *args, **kwargs)
     partial.__name__ = function.__name__
     return partial
+
+
+def _network_partial(
+    function: Callable[..., Any], network: Network, **kwargs: Any
+) -> Callable[..., Any]:
+    """A program of a network, whose first argument is `EnginePrograms.with_adapter_numbers`."""
+    partial = _named_partial(function, network, **kwargs)
+    if not network.num_adapters:
+        return partial
+
+    def program(params, *args, **static):
+        return partial(lora.assign_adapters(params), *args, **static)
+
+    program.__name__ = function.__name__
+    return program
 
 
 def cache_windows(max_tokens: int) -> tuple[int, ...]:

@@ -118,10 +118,13 @@ class Engine:
         self.statistics = EngineStatistics()  # `generate` resets when it begins
         self._pages = PageAllocator(self.programs.pages, prefix_caching=self.prefix_caching)
         self._scheduler = Scheduler(self._decode, self._pages, self._chunk_tokens)
-        read = lambda *args, **top: self.programs.prefill(*args, **top)  # noqa: E731
         num_routes = self.programs.num_routes
         self._reader = PrefillBatcher(
-            read, self.max_tokens, self.statistics, num_routes, self.prompt_shapes
+            self.programs.prefill_prompts,
+            self.max_tokens,
+            self.statistics,
+            num_routes,
+            self.prompt_shapes,
         )
         self._state: device_programs.DecodeState | None = None
         self._chunk: _Chunk | None = None  # in flight on the device
@@ -358,7 +361,7 @@ class Engine:
                 history_tokens,
             )
             self._state, outputs, routes = self.programs.extend(
-                params,
+                self.programs.with_adapter_numbers(params, enumerate(samples), rows),
                 self._state or self.programs.empty(),
                 continuation,
                 host_inputs.insert_args(
@@ -410,12 +413,13 @@ class Engine:
         """Gives the device a chunk of steps; no active sequence has over `longest` tokens."""
         queue_waits = self.num_waiting > 0
         switches = self._static_arguments(self._scheduler.active.values())
+        active = self._scheduler.active.items()
         self._state, outputs = self.programs.generate(
-            params,
+            self.programs.with_adapter_numbers(params, active, num_slots),
             self._state,
             self._scheduler.page_table(),
             np.int32(self._free_target(num_slots)),
-            self._adjustments(self._scheduler.active.items(), num_slots),
+            self._adjustments(active, num_slots),
             num_slots=num_slots,
             window=_at_least(longest, self.programs.windows),
             **switches,
@@ -451,6 +455,7 @@ class Engine:
         switches = self._static_arguments(scheduler.active.values())
         window, table = _at_least(longest, programs.windows), scheduler.page_table()
         assert self._state is not None
+        params = programs.with_adapter_numbers(params, scheduler.active.items(), num_slots)
         chunk, live, recent = programs.begin_masked(
             self._state, table, num_slots=num_slots, window=window
         )

@@ -26,7 +26,10 @@ class PrefillBatcher:
         num_routes: int = 0,
         shapes: Sequence[host_inputs.RowShape] = (),
     ):
-        """`shapes` as in `host_inputs.prompt_rows`."""
+        """`prefill` takes parameters, prompts, and the number of the adapter of each prompt.
+
+        `shapes` as in `host_inputs.prompt_rows`.
+        """
         self._prefill, self._max_tokens, self._statistics = prefill, max_tokens, statistics
         self._num_routes = num_routes  # per token
         self._shapes = shapes
@@ -76,9 +79,7 @@ class PrefillBatcher:
                 self._indices = {number: i for i, number in enumerate(numbers[:count])}
                 starts = batch.starts[:count].tolist()
                 self._batch, self._log_probs = self._prefill_with_log_probs(
-                    params,
-                    batch,
-                    [scheduler.requests[number][0].num_prompt_top for number in numbers[:count]],
+                    params, batch, [scheduler.requests[number][0] for number in numbers[:count]]
                 )
                 if self._num_routes:
                     experts = kv_store_broadcast.device_get(self._batch.routes)
@@ -103,22 +104,23 @@ class PrefillBatcher:
             entering = [sample for sample in entering if sample not in indices]
 
     def _prefill_with_log_probs(
-        self, params: Params, batch: Prompts, num_top: Sequence[int | None]
+        self, params: Params, batch: Prompts, samples: Sequence[Sample]
     ) -> tuple[Prefix, list[requests.PromptLogProbs]]:
-        """Prefills a batch; `num_top` of its prompts are `Request.num_prompt_top`.
+        """Prefills a batch with the prompts of `samples`.
 
         Returns the prefix without log-probs, and these for each prompt, if any asks for them.
         """
-        asked = [count for count in num_top if count is not None]
+        adapters = [sample.adapter_number for sample in samples]
+        asked = [s.num_prompt_top for s in samples if s.num_prompt_top is not None]
         if not asked:
-            return self._prefill(params, batch), []
+            return self._prefill(params, batch, adapters), []
         largest = bucket(max(asked), largest=requests.MAX_TOP_LOG_PROBS) if max(asked) else 0
-        prefix = self._prefill(params, batch, num_prompt_top=largest)
+        prefix = self._prefill(params, batch, adapters, num_prompt_top=largest)
         arrays = kv_store_broadcast.device_get(prefix.prompt_log_probs)
         ends = zip(batch.starts.tolist(), batch.lengths.tolist(), strict=True)
         by_prompt = [
             requests.PromptLogProbs(*(a[start : start + length] for a in arrays))
-            for (start, length), _ in zip(ends, num_top, strict=False)
+            for (start, length), _ in zip(ends, samples, strict=False)
         ]
         # Inserts are compiled for a prefix without them.
         return dataclasses.replace(prefix, prompt_log_probs=None), by_prompt

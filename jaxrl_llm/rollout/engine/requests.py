@@ -116,6 +116,13 @@ class PromptLogProbs(NamedTuple):
     top_log_probs: np.ndarray | Array  # [tokens, k] float32
 
 
+class AdapterSlot(NamedTuple):
+    """Where an adapter is among the parameters of an engine."""
+
+    number: int  # from 1
+    generation: int = 0  # of the adapters in this place: keys and values of others are not shared
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A prompt and its samples, which share one prefill.
@@ -146,6 +153,8 @@ class Request:
     num_prompt_top: int | None = None
     # Constrains the text of every sample, its partial prompt tokens included (structured outputs).
     grammar: Grammar | None = None
+    # LoRA adapter of an engine with several; None: the base model.
+    adapter: AdapterSlot | None = None
 
     @property
     def offset(self) -> int:
@@ -297,6 +306,7 @@ class RequestLimits:
     takes_stop_strings: bool
     num_routes: int = 0  # routes per token; 0: not kept
     vector_size: int = 0  # features of an image embedding; 0: text-only model
+    num_adapters: int = 0
 
     @classmethod
     def for_network(
@@ -305,7 +315,14 @@ class RequestLimits:
         """Returns the limits of an engine that runs this network."""
         shape = network.shape
         vector_size = shape.hidden_size if shape.rope_sections else 0
-        return cls(max_tokens, shape.vocab_size, decode is not None, num_routes, vector_size)
+        return cls(
+            max_tokens,
+            shape.vocab_size,
+            decode is not None,
+            num_routes,
+            vector_size,
+            network.num_adapters,
+        )
 
     @property
     def max_top_log_probs(self) -> int:
@@ -337,6 +354,8 @@ class RequestLimits:
                 yield "routes: this engine keeps none; make it with keeps_routes=True"
             elif shape != expected:
                 yield f"routes of shape {shape} for a prompt of {length} tokens; give {expected}"
+        if request.adapter and not 1 <= request.adapter.number <= self.num_adapters:
+            yield f"adapter {request.adapter.number}; this engine has {self.num_adapters}"
         yield from self._sight_problems(request)
         yield from self._grammar_problems(request)
         # Samples of a prompt mostly share their parameters.

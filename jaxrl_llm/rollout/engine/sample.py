@@ -33,6 +33,7 @@ class Sample:
         self.page_writes: list[tuple[int, int]] = []
         self.completion = Completion()
         self.error: Exception | None = None
+        self.adapter = request.adapter
         self._grammar = request.grammar
         self._matcher: GrammarMatcher | None = None
 
@@ -56,6 +57,10 @@ class Sample:
         """Its tokens from position `begin` to `end`, exclusive."""
         prompt, n = self.prompt[begin:end], len(self.prompt)
         return (*prompt, *self.completion.tokens[max(0, begin - n) : max(0, end - n)])
+
+    @property
+    def adapter_number(self) -> int:
+        return self.adapter.number if self.adapter else 0
 
     def has_images(self, begin: int) -> bool:
         """Whether any of its tokens from position `begin` on is of an image."""

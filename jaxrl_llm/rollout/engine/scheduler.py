@@ -97,8 +97,10 @@ class Scheduler:
         return number
 
     def _cache_scope(self, sample: Sample) -> bytes:
-        """Samples share pages within a scope: of the request without prefix caching."""
-        return b"" if self._pages.prefix_caching else str(sample.request).encode()
+        """Samples share pages in a scope: of an adapter, or of a request without prefix caching."""
+        if not self._pages.prefix_caching:
+            return str(sample.request).encode()
+        return str(sample.adapter).encode() if sample.adapter else b""
 
     def drop_cache(self) -> None:
         """Forgets all cached pages, as the weights or the pages themselves change."""

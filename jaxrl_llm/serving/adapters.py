@@ -1,0 +1,313 @@
+"""LoRA adapters by name over one base model, loaded and unloaded while the server runs.
+
+The factors of all adapters lie side by side in one pair of arrays per projection (see
+`layers.Linear`), so that the samples of one batch may use any of them. Places are fixed when the
+server starts: their number, their rank, and the projections that have them.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from flax import nnx
+from flax.traverse_util import flatten_dict
+
+from jaxrl_llm.config import LoraConfig
+from jaxrl_llm.config.learner import PROJECTIONS
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import lora, nnx_bridge
+from jaxrl_llm.models.hf import peft_adapter
+from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.rollout.engine.requests import AdapterSlot
+from jaxrl_llm.rollout.engine_api import EngineArgs
+from jaxrl_llm.sharding import mesh as mesh_lib
+
+DEFAULT_RANK = 16  # of the places of a server that starts without adapters
+
+
+class AdapterError(UserError):
+    """An adapter cannot be loaded."""
+
+
+class AdapterNotFoundError(AdapterError):
+    """No adapter has this name."""
+
+
+@dataclasses.dataclass(eq=False)
+class Adapter:
+    """A loaded adapter."""
+
+    name: str
+    address: str
+    slot: AdapterSlot
+    num_requests: int = 0  # running or waiting
+    is_unloaded: bool = False  # its place is free once no request uses it
+
+
+class AdapterPool:
+    """The adapters of a server; any thread may call it.
+
+    A request holds a `lease` on its adapter: the place of an adapter that was unloaded is not used
+    again before the last of its requests has ended.
+    """
+
+    def __init__(
+        self,
+        base_name: str,
+        policy: Network,
+        args: EngineArgs,
+        sources: Mapping[str, str],
+        num_places: int = 0,
+        rank: int = 0,
+    ):
+        """Reads the headers of all adapters, but no weights.
+
+        Args:
+          base_name: Name of the model, which no adapter may have.
+          policy: The model without its vision encoder, as in training.
+          args: Of the engine without adapters.
+          sources: Folders, or other addresses, of the first adapters by name.
+          num_places: Adapters at once; 0: as many as `sources`. With more, every projection has
+            places, so that others can be loaded later.
+          rank: The highest of any adapter; 0: that of `sources`, or `DEFAULT_RANK`.
+
+        Raises:
+          UserError: If there is no place for an adapter, or it does not fit the model.
+        """
+        self._base_name, self._policy, self._args = base_name, policy, args
+        self._sources = dict(sources)
+        self.num_places = num_places or len(sources)
+        if self.num_places < len(sources):
+            raise AdapterError(
+                f"{len(sources)} adapters for {num_places} places; raise --max_adapters"
+            )
+        self._check_model()
+        configs = {name: self._read_config(name, address) for name, address in sources.items()}
+        self.rank = rank or max([config.rank for config in configs.values()] or [DEFAULT_RANK])
+        targets = tuple(
+            name
+            for name in PROJECTIONS
+            if self.num_places > len(sources)
+            or any(name in config.targets for config in configs.values())
+        )
+        places = LoraConfig(rank=self.rank, alpha=self.rank, targets=targets)
+        self.network = dataclasses.replace(
+            args.network, lora=places, num_adapters=self.num_places, param_dtype="float32"
+        )
+        for name, config in configs.items():
+            self._check_fits(name, config)
+        self._lock = threading.Lock()  # of names and places
+        self._changes = threading.Lock()  # of the parameters: one change at a time
+        self._adapters: dict[str, Adapter] = {}
+        self._free = list(range(1, self.num_places + 1))
+        self._num_loaded = 0
+        self._base: Params = {}
+        self._factors: list[Params] = []  # by layer
+
+    def _check_model(self) -> None:
+        """Refuses models with projections that cannot have several adapters."""
+        shape = self._policy.shape
+        if shape.latent:
+            raise AdapterError(
+                "adapters by name: not for latent attention (MLA), whose kv_b is not applied to"
+                " tokens; merge the adapter with `export`, and serve the merged model"
+            )
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """The loaded adapters that requests may name, oldest first."""
+        with self._lock:
+            return list(self._adapters.values())
+
+    @contextlib.contextmanager
+    def lease(self, name: str) -> Iterator[AdapterSlot]:
+        """The place of an adapter, which stays its own while the context lasts.
+
+        Raises:
+          AdapterNotFoundError: If no adapter has this name.
+        """
+        with self._lock:
+            if name not in self._adapters:
+                raise AdapterNotFoundError(f"adapter {name[:100]!r} is not loaded")
+            adapter = self._adapters[name]
+            adapter.num_requests += 1
+        try:
+            yield adapter.slot
+        finally:
+            with self._lock:
+                adapter.num_requests -= 1
+                self._free_place(adapter)
+
+    def set_base(self, base: Params) -> Params:
+        """Takes weights of the base model; returns them with all adapters, for the engine.
+
+        The first call loads the adapters of `sources`.
+        """
+        with self._changes:
+            self._base = base
+            if not self._factors:
+                self._factors = self._empty_factors()
+                num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._factors))
+                logging.info(
+                    "%d places for adapters of rank %d: %.1f MB over all devices",
+                    self.num_places,
+                    self.rank,
+                    num_bytes / 1e6,
+                )
+                for name, address in self._sources.items():
+                    self._load(name, address)
+            return self._params()
+
+    def load(self, name: str, address: str, update: Callable[[Params], None]) -> Adapter:
+        """Loads an adapter; `update` gives the engine the parameters with it.
+
+        Raises:
+          UserError: If the name is taken, no place is free, or the adapter does not fit.
+        """
+        with self._changes:
+            config = self._read_config(name, address)
+            self._check_fits(name, config)
+            self._load(name, address)
+            update(self._params())
+            with self._lock:
+                return self._adapters[name]
+
+    def unload(self, name: str) -> None:
+        """Refuses new requests for an adapter; those that run are finished with it.
+
+        Raises:
+          AdapterNotFoundError: If no adapter has this name.
+        """
+        with self._lock:
+            if name not in self._adapters:
+                raise AdapterNotFoundError(f"adapter {name[:100]!r} is not loaded")
+            adapter = self._adapters.pop(name)
+            adapter.is_unloaded = True
+            self._free_place(adapter)
+
+    def _free_place(self, adapter: Adapter) -> None:
+        if adapter.is_unloaded and not adapter.num_requests:
+            self._free.append(adapter.slot.number)
+
+    def _read_config(self, name: str, address: str) -> LoraConfig:
+        if name == self._base_name:
+            raise AdapterError(f"adapter {name!r}: the model itself has this name; choose another")
+        return peft_adapter.read_lora_config(address, self._policy)
+
+    def _check_fits(self, name: str, config: LoraConfig) -> None:
+        if config.rank > self.rank:
+            raise AdapterError(
+                f"adapter {name!r} has rank {config.rank}, the places of this server have"
+                f" {self.rank}; start it with --max_adapter_rank={config.rank}"
+            )
+        if missing := [t for t in config.targets if t not in self.network.lora.targets]:
+            raise AdapterError(
+                f"adapter {name!r} changes {', '.join(missing)}; this server has places for"
+                f" {', '.join(self.network.lora.targets)}; start it with this adapter"
+            )
+
+    def _load(self, name: str, address: str) -> None:
+        """Writes an adapter to a free place of the factors."""
+        with self._lock:
+            if name in self._adapters:
+                raise AdapterError(f"adapter {name!r} is loaded already; unload it first")
+            if not self._free:
+                raise AdapterError(
+                    f"{self.num_places} of {self.num_places} places are used; unload an adapter,"
+                    " or wait until the requests of one that was unloaded have ended"
+                )
+            number = self._free.pop(0)
+        try:
+            layers = self._read_factors(address)
+            start = np.int32((number - 1) * self.rank)
+            self._factors = [
+                _write_place(old, new, start)
+                for old, new in zip(self._factors, layers, strict=True)
+            ]
+        except BaseException:
+            with self._lock:
+                self._free.append(number)
+            raise
+        with self._lock:
+            self._num_loaded += 1
+            slot = AdapterSlot(number, self._num_loaded)
+            self._adapters[name] = Adapter(name, address, slot)
+
+    def _read_factors(self, address: str) -> list[Params]:
+        """The factors of an adapter by layer, of the full rank, multiplied by its scale.
+
+        Projections of a layer that it does not change have zeros.
+        """
+        config = peft_adapter.read_lora_config(address, self._policy)
+        network = dataclasses.replace(self._policy, lora=config)
+        replicated = mesh_lib.replicated(self._args.mesh)
+        shardings = jax.tree.map(lambda _: replicated, network.abstract_adapters())
+        stacked = peft_adapter.load(address, network, shardings)["layers"]
+        by_layer: list[Params] = [{} for _ in range(network.shape.num_layers)]
+        for name, stack in network.shape.layer_stacks.items():
+            for path, leaf in flatten_dict(stacked.get(name, {})).items():
+                for position, layer in enumerate(stack.layer_indices):
+                    by_layer[layer][path] = np.asarray(leaf[position])
+        return [
+            jax.tree_util.tree_map_with_path(
+                lambda path, leaf, layer=layer: self._padded(path, leaf, layer, config.scale), old
+            )
+            for old, layer in zip(self._factors, by_layer, strict=True)
+        ]
+
+    def _padded(self, path: Any, place: jax.Array, layer: Mapping[Any, Any], scale: float) -> Any:
+        """A factor of an adapter with zeros up to the rank of a place."""
+        keys = tuple(key.key for key in path)
+        is_a = keys[-1] == lora.FACTORS[0]
+        shape = (place.shape[0], self.rank) if is_a else (self.rank, place.shape[1])
+        padded = np.zeros(shape, np.float32)
+        if (factor := layer.get(keys)) is not None:
+            scaled = factor if is_a else factor * np.float32(scale)
+            padded[: factor.shape[0], : factor.shape[1]] = scaled
+        return padded
+
+    def _empty_factors(self) -> list[Params]:
+        """Factors of zeros for every place, by layer, sharded as the kernels are."""
+        network, mesh, layout = self.network, self._args.mesh, self._args.layout
+        rules, computing = mesh_lib.ROLLOUT_WEIGHTS[layout], mesh_lib.COMPUTE_AXES[layout]
+        layers = []
+        for kind in network.shape.layer_types:
+            state = nnx_bridge.graph_and_state(network, "adapted", kind)[1]
+            shapes = lora.adapter_params(nnx.to_pure_dict(state))
+            axes = lora.adapter_params(nnx_bridge.logical_axes(state))
+            shardings = mesh_lib.shardings(
+                shapes, axes, mesh, rules, network.sharding_units, computing
+            )
+            zeros = functools.partial(
+                jax.tree.map, lambda a: jnp.zeros(a.shape, jnp.float32), shapes
+            )
+            layers.append(jax.jit(zeros, out_shardings=shardings)())
+        return layers
+
+    def _params(self) -> Params:
+        layers = zip(self._base["layers"], self._factors, strict=True)
+        return {**self._base, "layers": tuple(lora.combine_params(*layer) for layer in layers)}
+
+
+def _write_place(old: Params, new: Params, start: np.int32) -> Params:
+    """`old` with the factors of one place; the columns of A and rows of B from `start` on.
+
+    The engine may still use `old`, so it is not donated.
+    """
+    shardings = jax.tree.map(lambda a: a.sharding, old)
+
+    def write(path, place, factor, start):
+        is_a = path[-1].key == lora.FACTORS[0]
+        return jax.lax.dynamic_update_slice(place, factor, (0, start) if is_a else (start, 0))
+
+    write_all = lambda old, new, start: jax.tree_util.tree_map_with_path(  # noqa: E731
+        lambda path, place, factor: write(path, place, factor, start), old, new
+    )
+    return jax.jit(write_all, out_shardings=shardings)(old, new, start)
