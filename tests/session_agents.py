@@ -228,6 +228,9 @@ class ScriptedWave(SessionWave):
             {},
         )
 
+    def compile_grammar(self, text):
+        return self.served.grammars.compile_text(text)
+
     def start(self, prompt, episode):
         self.sessions[episode] = Session(
             episode,

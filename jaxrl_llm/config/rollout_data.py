@@ -1,8 +1,10 @@
 """Data, rollout, rewards, distillation and evaluation settings."""
 
 import dataclasses
+import json
+import pathlib
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from jaxrl_llm.config.datasets.presets import PRESETS, Preset, RowMapping, pair_problems
 from jaxrl_llm.config.datasets.slices import overlap_problem
@@ -232,6 +234,10 @@ class RolloutConfig(ConfigGroup):
     # train with log-probs renormalized over these (the "keep sampling mask" of arXiv:2512.02556).
     # 0: among all that they keep, while log-probs are of the whole vocabulary.
     support_tokens: Annotated[int, Range(f"[0, {MAX_SUPPORT_TOKENS}]", "0: off")] = 0
+    # JSON schema that the text of every response follows (structured outputs): the schema, or the
+    # path of a file with it. Needs `support_tokens`: log-probs are over the allowed tokens among
+    # which each was drawn. "": any text.
+    schema: str = ""
     stop_tokens: tuple[Token, ...] = ()  # besides the tokenizer's end of sequence
     stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one
     # Never sample token ids without a text: those that the tokenizer lacks (padded vocabularies)
@@ -275,8 +281,44 @@ class RolloutConfig(ConfigGroup):
         for name in ("stop_tokens", "stop_strings"):
             if (count := len(getattr(self, name))) > 8:
                 yield name, f"at most 8, got {count}"
+        if self.schema:
+            yield from self._schema_problems()
         if "" in self.stop_strings:
             yield "stop_strings", "one is empty and would end every response; leave it out"
+
+    @property
+    def json_schema(self) -> Mapping[str, Any]:
+        """The schema of responses.
+
+        Raises:
+          ValueError: If it is no JSON object.
+          OSError: If its file cannot be read.
+        """
+        text = self.schema
+        if not text.lstrip().startswith("{"):
+            text = pathlib.Path(text).read_text(encoding="utf-8")
+        schema = json.loads(text)
+        if not isinstance(schema, dict):
+            raise ValueError(f"is {type(schema).__name__}, not an object")
+        return schema
+
+    def training_problems(self, has_agents: bool) -> Problems:
+        """Problems of a run that trains on its samples, with agents or without."""
+        if self.schema and not self.support_tokens:
+            message = "needs rollout.support_tokens, for example 64: else the learner's log-probs"
+            yield "rollout.schema", f"{message} would count tokens that the schema forbids"
+        if self.schema and has_agents:
+            message = "is for responses of one turn; in an agent.harness use strict tools or"
+            yield "rollout.schema", f"{message} response_format"
+
+    def _schema_problems(self) -> Problems:
+        try:
+            _ = self.json_schema
+        except (OSError, ValueError, RecursionError) as error:
+            message = f"cannot be read as a JSON schema: {error}; give a schema {{...}} or its file"
+            yield "schema", message
+        if self.engine != BUILT_IN_ENGINE:
+            yield "schema", f"only the built-in engine follows it, not {self.engine!r}"
 
 
 class RewardFunctionConfig(ConfigGroup):

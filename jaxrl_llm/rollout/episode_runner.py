@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxrl_llm.models.image_inputs import ImageInputs
+from jaxrl_llm.rollout.engine.grammars import Grammar
 from jaxrl_llm.rollout.engine.requests import Completion, Request, SamplingParams
 from jaxrl_llm.rollout.engine_api import SamplingEngine, WeightsReceiver
 from jaxrl_llm.types import EpisodeLog, Prompt, PromptBatch, PromptImage, Weights
@@ -138,6 +139,7 @@ class EpisodeRunner:
         world: EpisodeEnvironment | None = None,
         max_turn_tokens: int = 0,
         see: MakeImageInputs | None = None,
+        grammar: Grammar | None = None,
     ):
         """
         Args:
@@ -146,8 +148,9 @@ class EpisodeRunner:
           world: Replies to the policy; without it every episode has one turn.
           max_turn_tokens: Maximum tokens of one turn; 0: the limit of the whole response.
           see: Makes the image inputs of sequences; needed for prompts with images.
+          grammar: Constrains the text of every turn; None: any text.
         """
-        self._engine, self._world, self._see = engine, world, see
+        self._engine, self._world, self._see, self._grammar = engine, world, see, grammar
         self._receiver = engine if isinstance(engine, WeightsReceiver) else None
         self._received: int | None = None  # version of the weights that it has
         self._samples, self._max_turn_tokens = samples, max_turn_tokens
@@ -314,6 +317,7 @@ class EpisodeRunner:
             continues=continues,
             num_partial=first.num_partial,
             image_inputs=self._see(first.images, len(tokens)) if self._see else None,
+            grammar=self._grammar,
         )
         number = self._engine.submit(request)
         completions = self._engine.completions(number)

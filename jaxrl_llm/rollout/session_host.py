@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from jaxrl_llm.rollout.engine.grammars import Grammar
 from jaxrl_llm.rollout.engine.requests import Progress
 from jaxrl_llm.types import EpisodeLog, Prompt
 
@@ -30,6 +31,7 @@ class SessionRequest:
     stop_strings: tuple[str, ...] = ()
     num_top_log_probs: int = 0
     num_prompt_top: int | None = None  # as of an engine request
+    grammar: str = ""  # that constrains the samples, in llguidance's JSON; "": none
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "SessionRequest":
@@ -66,6 +68,10 @@ class SessionWave(abc.ABC):
     @abc.abstractmethod
     def refuse(self, episode: int, number: int, reason: Refusal, message: str) -> None:
         """Answers a request with an error."""
+
+    @abc.abstractmethod
+    def compile_grammar(self, text: str) -> Grammar:
+        """The compiled grammar of a request."""
 
     @abc.abstractmethod
     def close(self) -> None:

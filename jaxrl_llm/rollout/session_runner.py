@@ -279,6 +279,7 @@ class SessionRunner:
         num_partial = len(first.earlier.tokens)
         is_alone = len(samples) == 1
         params = dataclasses.replace(first.params, max_tokens=first.params.max_tokens - num_partial)
+        grammar = first.request.grammar
         request = Request(
             tokens,
             np.stack([sample.key for sample in samples]),
@@ -289,6 +290,7 @@ class SessionRunner:
             num_partial=num_partial,
             # reported with the first token, before which it may have been paused
             num_prompt_top=None if num_partial else first.request.num_prompt_top,
+            grammar=self._wave.compile_grammar(grammar) if grammar else None,
         )
         number = self._engine.submit(request)
         completions = self._engine.completions(number)

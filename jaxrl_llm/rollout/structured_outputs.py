@@ -140,16 +140,19 @@ class GrammarCompiler:
         Raises:
           GrammarError: If llguidance does not accept it, with its reason, or is not installed.
         """
-        _check_llguidance(source.setting)
-        text = source.text
+        return self.compile_text(source.text, source.setting)
+
+    def compile_text(self, text: str, setting: str = "grammar") -> Grammar:
+        """As `compile`, of a grammar in llguidance's JSON."""
+        _check_llguidance(setting)
         if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
             limit = f"at most {MAX_GRAMMAR_BYTES} are compiled"
-            raise GrammarError(f"{source.setting}: a grammar of {size} bytes; {limit}")
+            raise GrammarError(f"{setting}: a grammar of {size} bytes; {limit}")
         with self._lock:
             if text in self._cache:
                 self._cache.move_to_end(text)
                 return self._cache[text]
-        grammar = self._compile(text, source.setting)
+        grammar = self._compile(text, setting)
         with self._lock:
             self._cache[text] = grammar
             while sum(map(len, self._cache)) > _CACHED_BYTES:
@@ -174,7 +177,7 @@ class GrammarCompiler:
         matcher, problem = _on_deep_stack(compiled)
         if problem:
             raise GrammarError(f"{setting}: {problem}")
-        return Grammar(matcher, vocabulary.eos_token, vocabulary.vocab_size)
+        return Grammar(matcher, vocabulary.eos_token, vocabulary.vocab_size, text)
 
     def _vocabulary_of_model(self) -> Any:
         _check_llguidance("structured outputs")

@@ -59,7 +59,9 @@ class AsyncSource(SyncSource):
             )
             self._begin_scoring = None  # an episode may have several rows
         else:
-            self._runner = EpisodeRunner(self._engine, self._sampling_params)
+            self._runner = EpisodeRunner(
+                self._engine, self._sampling_params, grammar=sampler.grammar
+            )
         self._on_own_devices = sampler.has_own_devices
         self._engine_weights: Weights | None = None  # the weights of the engine
         self._newest_weights: Weights | None = None

@@ -18,8 +18,9 @@ from jaxrl_llm.learner.job_models import Models
 from jaxrl_llm.metrics.timers import Clock
 from jaxrl_llm.models import attention, lora, mixed_precision, quantization
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.rollout import engines, episodes
+from jaxrl_llm.rollout import engines, episodes, structured_outputs
 from jaxrl_llm.rollout.engine import host_inputs, kv_cache
+from jaxrl_llm.rollout.engine.grammars import Grammar, GrammarError
 from jaxrl_llm.rollout.engine.requests import EngineStatistics, SamplingParams
 from jaxrl_llm.rollout.engine_api import ClosableEngine, EngineArgs, SamplingEngine
 from jaxrl_llm.rollout.episode_runner import EpisodeEnvironment
@@ -43,6 +44,7 @@ class PolicySampler:
     world: EpisodeEnvironment | SessionHost | None = None
     max_turn_tokens: int = 0  # in episodes; 0: the limit of the whole response
     is_async: bool = False  # asynchronous: samples of later steps are drawn during training
+    grammar: Grammar | None = None  # of every response; None: any text
     retains_old_weights: bool = False  # old weights stay usable after an update
 
     @property
@@ -84,7 +86,17 @@ class PolicySampler:
                 self.engine, weights, tokenizer, prompts, samples, key, self.world, turn
             )
         return episodes.rollout(
-            self.engine, weights, tokenizer, prompts, samples, key, self.world, turn, ended, see
+            self.engine,
+            weights,
+            tokenizer,
+            prompts,
+            samples,
+            key,
+            self.world,
+            turn,
+            ended,
+            see,
+            self.grammar,
         )
 
     def abstract(self) -> Params:
@@ -185,8 +197,23 @@ def check(config: RLConfig, models: Models) -> None:
             f"config.rollout.support_tokens: {size}, but the model has {vocab_size} tokens; use"
             " less, or 0"
         )
+    response_grammar(config, models)
     if config.rollout.engine != BUILT_IN_ENGINE:
         make_sampler(config, models, {})
+
+
+def response_grammar(config: RLConfig, models: Models) -> Grammar | None:
+    """The compiled `rollout.schema`; a ConfigError if the model cannot follow it."""
+    if not config.rollout.schema:
+        return None
+    source = structured_outputs.source_of(
+        structured_outputs.json_part(config.rollout.json_schema), "config.rollout.schema"
+    )
+    compiler = structured_outputs.GrammarCompiler(models.tokenizer, models.policy.shape.vocab_size)
+    try:
+        return compiler.compile(source)
+    except GrammarError as error:
+        raise ConfigError(str(error)) from error
 
 
 def make_sampler(
@@ -242,6 +269,7 @@ def make_sampler(
         world=world,
         max_turn_tokens=config.agent.max_turn_tokens,
         is_async=config.trainer.sampling == "async",
+        grammar=response_grammar(config, models),
         retains_old_weights=config.max_staleness > 0 and config.trainer.new_weights == "drain",
     )
 

@@ -367,8 +367,9 @@ class ChatBody(Body):
         if not served.constrains_replies:
             if answer is None:
                 return None
-            message = f"{answer.setting}: a training run samples from its policy, unconstrained"
-            raise ApiError(400, f"{message}; leave it out", param=answer.setting)
+            message = f"{answer.setting}: this training run does not constrain its samples"
+            remedy = "leave it out, or set rollout.support_tokens"
+            raise ApiError(400, f"{message}; {remedy}", param=answer.setting)
         offered = () if self.tool_choice == "none" else self.tools or ()
         is_strict = any(tool.function.strict for tool in offered)
         if not (answer or is_strict or prompt.call_start):

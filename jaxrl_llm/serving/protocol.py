@@ -96,6 +96,7 @@ class ServedModel:
     tokenize_chat: Callable[[ChatPrompt], tuple[int, ...]] | None = None
     answers_any_name: bool = False  # whatever model a request names
     # False: strict tools and a required call constrain no token, and other constraints are refused.
+    # So in training without `rollout.support_tokens`: the learner does not know the masks.
     constrains_replies: bool = True
 
     @functools.cached_property

@@ -39,6 +39,7 @@ def make_agent_host(
         max_tokens=config.max_sequence_tokens,
         chat_template=config.data.chat_template,
         call_format=call_format(config.agent, models.tokenizer),
+        constrains_replies=config.rollout.support_tokens > 0,
     )
     judged_sources = {term.data_source for term in config.rewards.functions.values()}
     judged_sources |= {term.data_source for term in config.rewards.models.values()}

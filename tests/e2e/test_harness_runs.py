@@ -73,3 +73,62 @@ def test_two_processes_sample_what_one_does(tmp_path, cache):
         for name in ("critic/score/mean", "response_length/mean", "agent/requests"):
             assert one[step][name] == two[step][name]
         assert one[step]["actor/grad_norm"] == pytest.approx(two[step]["actor/grad_norm"], rel=1e-3)
+
+
+CONSTRAINED = """
+import json, urllib.request
+
+NUMBER = {"type": "integer", "minimum": 10, "maximum": 99}
+TOOL = {"type": "function", "function": {"name": "calculator", "strict": True, "parameters": {
+    "type": "object", "properties": {"expression": {"type": "string", "pattern": "[0-9]{2}"}},
+    "required": ["expression"], "additionalProperties": False}}}
+
+
+def ask(base_url, **fields):
+    body = {"model": "policy", **fields}
+    request = urllib.request.Request(
+        base_url + "/chat/completions", json.dumps(body).encode(),
+        {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as reply:
+        return json.load(reply)["choices"][0]
+
+
+def solve(row, base_url):
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": NUMBER}}
+    messages = list(row["prompt"])
+    first = ask(base_url, messages=messages, response_format=schema)
+    if first["finish_reason"] == "stop":
+        assert 10 <= json.loads(first["message"]["content"]) <= 99, first
+    called = ask(base_url, messages=messages, tools=[TOOL], tool_choice="required")
+    if called["finish_reason"] == "tool_calls":
+        (call,) = called["message"]["tool_calls"]
+        assert len(json.loads(call["function"]["arguments"])["expression"]) == 2, call
+    assert {first["finish_reason"], called["finish_reason"]} <= {"stop", "tool_calls", "length"}
+    return float(len(called["message"].get("tool_calls") or ()))
+"""
+
+
+@pytest.mark.slow
+def test_constrained_requests_are_learned_from_over_the_tokens_they_allow(tmp_path, cache):
+    (tmp_path / "agent.py").write_text(CONSTRAINED)
+    settings = {
+        "agent.harness": f"{tmp_path}/agent.py:solve",
+        "rollout.support_tokens": 16,
+        "rollout.max_response_tokens": 64,
+        "rollout.stop_tokens": (),
+        "trainer.num_steps": 2,
+        "warm_start.num_steps": 0,
+        "evaluation.before": False,
+        "metrics.rollouts_every": 1,
+        "metrics.rollout_tokens": True,
+        "algorithm.entropy_coef": 0.1,
+    }
+    steps = launch(tmp_path / "run", cache, **settings)
+    rows = [
+        json.loads(line) for line in (tmp_path / "run/rollouts/2.jsonl").read_text().splitlines()
+    ]
+    for step in (1, 2):
+        assert steps[step]["training/rollout_probs_diff_max"] < 1e-5
+        assert steps[step].get("tool_errors/total", 0) == 0
+        assert steps[step]["actor/grad_norm"] > 1e-4
+    assert any(len(ids) == 1 for row in rows for ids in row["support"] if ids)

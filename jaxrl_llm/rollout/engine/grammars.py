@@ -24,14 +24,16 @@ class GrammarError(UserError, ValueError):
 class Grammar:
     """A compiled grammar over the tokens of one model; its matchers are independent."""
 
-    def __init__(self, matcher: Any, eos_token: int, num_tokens: int):
+    def __init__(self, matcher: Any, eos_token: int, num_tokens: int, text: str):
         """
         Args:
           matcher: An `LLMatcher` at the start of the grammar.
           eos_token: The token by which llguidance says that the text may end.
           num_tokens: Size of the vocabulary that llguidance knows.
+          text: What it was compiled from.
         """
         self._matcher, self.eos_token, self.num_tokens = matcher, eos_token, num_tokens
+        self.text = text
 
     @property
     def num_words(self) -> int:

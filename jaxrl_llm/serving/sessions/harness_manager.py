@@ -18,6 +18,7 @@ from absl import logging
 from jaxrl_llm.agents.agent_pool import AgentError, make_agent_pool
 from jaxrl_llm.config.agent import AgentConfig
 from jaxrl_llm.processes.worker_pool import Answer
+from jaxrl_llm.rollout.engine.grammars import Grammar
 from jaxrl_llm.rollout.engine.requests import Progress
 from jaxrl_llm.rollout.session_host import (
     Refusal,
@@ -76,6 +77,10 @@ class HarnessManager(SessionHost, contextlib.AbstractContextManager["HarnessMana
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
+
+    def compile_grammar(self, text: str) -> Grammar:
+        """The compiled grammar of a request; its server has compiled it, and kept it."""
+        return self._served.grammars.compile_text(text)
 
     def template_options(self, extra_info: Mapping[str, Any]) -> dict[str, Any]:
         """The template variables of a row: none, the harness has its own tools."""
@@ -189,6 +194,9 @@ class HarnessWave(SessionWave):
         if agent := self._agents.get(episode):
             kind = "refused" if reason == "unfit" else reason
             agent.session.refuse(number, kind, "unfit", message)
+
+    def compile_grammar(self, text: str) -> Grammar:
+        return self._manager.compile_grammar(text)
 
     def close(self) -> None:
         for agent in self._agents.values():

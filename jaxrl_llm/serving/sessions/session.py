@@ -116,10 +116,6 @@ class Session:
             if any(request.image_inputs is not None for request in requests):
                 self.errors["refused"] += 1
                 raise RequestRejected("unfit", "sessions of a training run take texts alone")
-            if any(request.grammar is not None for request in requests):
-                self.errors["refused"] += 1
-                message = "a training run samples from its policy, without a grammar"
-                raise RequestRejected("unfit", f"{message}; leave it out")
             adjusted = {name for each in requests for name in each.params[0].adjustments}
             if adjusted:
                 self.errors["refused"] += 1
@@ -144,6 +140,7 @@ class Session:
                     params.stop_strings,
                     params.num_top_log_probs,
                     request.num_prompt_top,
+                    request.grammar.text if request.grammar else "",
                 )
                 self._push(SessionEvent(self.episode, request=session_request))
         return ticket

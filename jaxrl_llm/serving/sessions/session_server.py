@@ -65,7 +65,6 @@ class SessionServer(contextlib.AbstractContextManager["SessionServer"]):
             served,
             tokenize_chat=lambda chat: _current_session.get().prompt_tokens(chat),
             answers_any_name=True,
-            constrains_replies=False,
         )
         self._parser = ReplyParser(served)
         self._sessions: dict[str, Session | None] = {}  # by id; None: it has ended
