@@ -61,7 +61,13 @@ from jaxrl_llm.rewards.reward_pool import RewardError
 from jaxrl_llm.rollout import engines, episodes
 from jaxrl_llm.rollout.engine.requests import EngineStatistics, Request, SamplingParams
 from jaxrl_llm.rollout.vllm_engine import engine as vllm_engine
-from jaxrl_llm.sampling import async_schedule, async_source, policy_sampler, source
+from jaxrl_llm.sampling import (
+    async_schedule,
+    async_source,
+    episodes_in_flight,
+    policy_sampler,
+    source,
+)
 from jaxrl_llm.serving.driver import RequestRejected
 from jaxrl_llm.serving.protocol import ServedModel
 from jaxrl_llm.serving.sessions import harness_manager
@@ -365,6 +371,7 @@ def engine(config: RLConfig):
         built = policy_sampler.make_sampler(config, models, {})
     named = {name: value for name, value in seen["engine"].items() if name != "decode"}
     named["max_turn_tokens"] = built.max_turn_tokens
+    named["grammar"] = built.grammar and built.grammar.text
     network = dataclasses.replace(named.pop("network"), lora=None)
     return network, named, seen["resharder"], episodes.sampling_params(config.rollout, (1,))
 
@@ -861,11 +868,13 @@ def sampled_ahead(config: RLConfig):
     )
     engine = types.SimpleNamespace(reset=lambda max_prompt_tokens: None, clone=lambda: engine)
     models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
-    sampler = types.SimpleNamespace(engine=engine, models=models, has_own_devices=True, world=None)
+    sampler = types.SimpleNamespace(
+        engine=engine, models=models, has_own_devices=True, world=None, grammar=None
+    )
     stream = types.SimpleNamespace(
         next_batch=lambda n: PromptBatch(PROMPTS[:1] * n), max_prompt_tokens=4
     )
-    with mock.patch.object(async_source, "EpisodeRunner", lambda *a: play):
+    with mock.patch.object(episodes_in_flight, "EpisodeRunner", lambda *a, **k: play):
         asked = async_source.AsyncSource(config, sampler, stream, None, schedule)
         asked._engine_weights = asked._newest_weights = Weights({}, 0)
         asked._start_allowed_prompts()

@@ -57,6 +57,8 @@ def main(options: ServeOptions) -> None:
     logging.info("reading the weights of %s", source.name)
     params = load_weights()
     driver = Driver(engine, params, max_waiting=options.max_waiting)
+    if adapters:
+        adapters.connect(driver.update_weights)
     body_bytes = options.body_bytes or (2**20 if served.image_processor is None else 2**25)
     app = make_app(
         served, driver, Metrics(driver), options.request_s, body_bytes, adapters=adapters

@@ -24,12 +24,10 @@ from jaxrl_llm.metrics import staleness
 from jaxrl_llm.metrics.timers import Clock
 from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.engine.requests import EngineStatistics
-from jaxrl_llm.rollout.episode_runner import EpisodeRunner
-from jaxrl_llm.rollout.session_host import SessionHost
-from jaxrl_llm.rollout.session_runner import SessionRunner
-from jaxrl_llm.sampling import async_checkpoint, session_checkpoint, source
+from jaxrl_llm.sampling import source
 from jaxrl_llm.sampling.async_checkpoint import PromptGroup
 from jaxrl_llm.sampling.async_schedule import AsyncSchedule
+from jaxrl_llm.sampling.episodes_in_flight import make_episodes_in_flight
 from jaxrl_llm.sampling.policy_sampler import PolicySampler
 from jaxrl_llm.sampling.source import BeginScoring, ScoredRollouts, ScoreRollouts, SyncSource
 from jaxrl_llm.sharding import multihost
@@ -52,16 +50,9 @@ class AsyncSource(SyncSource):
         self._schedule = schedule
         # Evaluation uses the sampler's engine; this one keeps its requests in flight meanwhile.
         self._engine = sampler.engine.clone()
-        self._runner: EpisodeRunner | SessionRunner
-        if isinstance(host := sampler.world, SessionHost):
-            self._runner = SessionRunner(
-                self._engine, self._sampling_params, host.open_wave(), sampler.max_turn_tokens
-            )
-            self._begin_scoring = None  # an episode may have several rows
-        else:
-            self._runner = EpisodeRunner(
-                self._engine, self._sampling_params, grammar=sampler.grammar
-            )
+        self._in_flight = make_episodes_in_flight(self._engine, self._sampling_params, sampler)
+        if not self._in_flight.has_single_rows:
+            self._begin_scoring = None
         self._on_own_devices = sampler.has_own_devices
         self._engine_weights: Weights | None = None  # the weights of the engine
         self._newest_weights: Weights | None = None
@@ -105,11 +96,11 @@ class AsyncSource(SyncSource):
         On devices of its own until `pending` is ready; on shared devices for one chunk, queued
         behind the work that the learner has already dispatched to them.
         """
-        if not self._on_own_devices and self._runner.is_running and self._weights_alive:
+        if not self._on_own_devices and self._in_flight.is_running and self._weights_alive:
             self._decode_chunk(wait=False)
         while (
             self._on_own_devices
-            and self._runner.is_running
+            and self._in_flight.is_running
             and not self._schedule.decide(lambda: _all_ready(pending))
         ):
             self._decode_chunk(wait=False)
@@ -130,27 +121,11 @@ class AsyncSource(SyncSource):
     def get_state(self) -> Mapping[str, Any]:
         """All prompts that were started and not trained on yet, with their tokens so far."""
         self._schedule.end_step()
-        runner, n = self._runner, len(self._sampling_params)
-        partial = runner.snapshot() if isinstance(runner, EpisodeRunner) else {}
-
-        def group_text(number: int, group: PromptGroup) -> str:
-            if group.checkpoint_text:
-                return group.checkpoint_text
-            episodes_of_group = range(number * n, (number + 1) * n)
-            if isinstance(runner, SessionRunner):
-                snapshots = [runner.snapshot(episode) for episode in episodes_of_group]
-                text = session_checkpoint.to_text(number, group, snapshots)
-            else:
-                sequences = [partial[episode] for episode in episodes_of_group]
-                text = async_checkpoint.to_text(number, group, sequences)
-            group.checkpoint_text = "" if group.num_unfinished else text
-            return text
-
         return {
             "prompts": self._prompts.get_state(),
             "begun": self._num_started,
             "planned": self._num_planned,
-            "groups": [group_text(number, group) for number, group in self._groups.items()],
+            "groups": self._in_flight.group_texts(self._groups),
             "ended": list(self._finished),
         }
 
@@ -159,16 +134,8 @@ class AsyncSource(SyncSource):
         self._prompts.set_state(state["prompts"])
         self._num_started, self._num_planned = state["begun"], state["planned"]
         self._finished, self._groups, self._restored = list(state["ended"]), {}, True
-        runner, samples = self._runner, self._sampling_params
         for text in state["groups"]:
-            if isinstance(runner, SessionRunner):
-                number, group, snapshots = session_checkpoint.from_text(text, samples)
-                for i, snapshot in enumerate(snapshots):
-                    runner.restore(number * len(samples) + i, group.prompt, snapshot)
-            else:
-                number, group, sequences = async_checkpoint.from_text(text, samples)
-                for sequence, has_ended in sequences:
-                    runner.restore(sequence, has_ended)
+            number, group = self._in_flight.restore_group(text)
             self._groups[number] = group
 
     def _resume(self, weights: Weights) -> None:
@@ -178,21 +145,21 @@ class AsyncSource(SyncSource):
             self._engine.reset()
             self._restored = False
         else:
-            self._record_ended(self._runner.pause())
+            self._record_ended(self._in_flight.pause())
         # With "drain" the older weights that should have finished them no longer exist.
-        self._runner.resume(restart=self._config.trainer.new_weights == "drain")
+        self._in_flight.resume(restart=self._config.trainer.new_weights == "drain")
 
     def _refresh_weights(self) -> None:
         """Switches the engine to the newest weights, unless requests must be drained first."""
         mode, newest = self._config.trainer.new_weights, self._newest_weights
         assert newest is not None
         if newest.version == self._current_weights.version or (
-            mode == "drain" and self._runner.is_running
+            mode == "drain" and self._in_flight.is_running
         ):
             return
         if mode == "recompute":
-            self._record_ended(self._runner.pause())
-            self._runner.resume()
+            self._record_ended(self._in_flight.pause())
+            self._in_flight.resume()
         self._engine_weights = newest
 
     @property
@@ -226,16 +193,13 @@ class AsyncSource(SyncSource):
         for place, prompt in enumerate(prompts, start=position):
             number, self._num_started = self._num_started, self._num_started + 1
             self._groups[number] = PromptGroup(prompt, self._current_weights.version, n)
-            self._runner.start(prompt, number * n, keys[place * n : (place + 1) * n])
+            self._in_flight.start(prompt, number * n, keys[place * n : (place + 1) * n])
 
     def _decode_chunk(self, *, ahead: bool = False, wait: bool = True) -> None:
         """Decodes one chunk; `wait`: for an agent, if there is nothing to sample."""
-        runner, weights = self._runner, self._current_weights
         with self._staleness.time_generation():
-            if isinstance(runner, SessionRunner):
-                self._record_ended(runner.step(weights, wait=wait))
-            else:
-                self._record_ended(runner.step(weights, ahead=ahead))
+            ended = self._in_flight.step(self._current_weights, ahead=ahead, wait=wait)
+            self._record_ended(ended)
 
     def _record_ended(self, episodes_ended: Sequence[int]) -> None:
         """Counts samples that ended; starts scoring the groups that they complete."""
@@ -265,7 +229,7 @@ class AsyncSource(SyncSource):
                 )
                 if chosen is not None:
                     break
-                assert self._runner.is_running, "what may begin is enough for a step"
+                assert self._in_flight.is_running, "what may begin is enough for a step"
                 # If this step takes all groups in flight, no other can start before it is done.
                 self._decode_chunk(ahead=len(self._groups) == num_prompts)
                 self._refresh_weights()
@@ -279,7 +243,7 @@ class AsyncSource(SyncSource):
 
     def _group_rollouts(self, number: int) -> Rollouts:
         n, tokenizer = len(self._sampling_params), self._sampler.models.tokenizer
-        sequences = [self._runner.sequences[number * n + i][0] for i in range(n)]
+        sequences = [self._in_flight.sequence(number * n + i) for i in range(n)]
         return episodes.prompt_rollouts(
             self._engine, tokenizer, self._groups[number].prompt, sequences
         )
@@ -287,16 +251,13 @@ class AsyncSource(SyncSource):
     def _take_groups(self, numbers: Sequence[int]) -> Rollouts:
         """Removes finished groups from the buffer and returns their rollouts."""
         n, sequences, prompts = len(self._sampling_params), [], []
-        runner, logs = self._runner, list[EpisodeLog]()
+        logs: list[EpisodeLog] = []
         for place, number in enumerate(numbers):
             group = self._groups.pop(number)
             versions = [group.oldest_version]
             for i in range(n):
-                if isinstance(runner, SessionRunner):
-                    episode_sequences, log = runner.take(number * n + i)
-                    logs.append(log)
-                else:
-                    episode_sequences = runner.sequences.pop(number * n + i)
+                episode_sequences, log = self._in_flight.take(number * n + i)
+                logs += [log] if log is not None else []
                 for s in episode_sequences:
                     sequences.append(dataclasses.replace(s, episode=place * n + i))
                     versions += itertools.compress(s.versions, s.sampled)

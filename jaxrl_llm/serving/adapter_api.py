@@ -1,14 +1,12 @@
 """Loading and unloading LoRA adapters while the server runs, with vLLM's endpoints."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import fastapi
 from pydantic import Field
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.serving.adapters import AdapterNotFoundError, AdapterPool
 from jaxrl_llm.serving.fields import Strict
 from jaxrl_llm.serving.protocol import ApiError, check_text
@@ -29,8 +27,8 @@ class UnloadBody(Strict):
     lora_name: str = Field(min_length=1, max_length=_MAX_NAME)
 
 
-def adapter_routes(adapters: AdapterPool, update: Callable[[Params], None]) -> fastapi.APIRouter:
-    """The routes of an adapter pool; `update` gives the engine parameters with a new adapter."""
+def adapter_routes(adapters: AdapterPool) -> fastapi.APIRouter:
+    """The routes that load and unload the adapters of a pool."""
     router = fastapi.APIRouter()
 
     @router.post("/v1/load_lora_adapter")
@@ -39,7 +37,7 @@ def adapter_routes(adapters: AdapterPool, update: Callable[[Params], None]) -> f
         loop = asyncio.get_running_loop()
         try:
             adapter = await loop.run_in_executor(
-                None, adapters.load, body.lora_name, body.lora_path, update
+                None, adapters.load, body.lora_name, body.lora_path
             )
         except UserError as error:
             raise ApiError(400, str(error), code="adapter_not_loaded") from error

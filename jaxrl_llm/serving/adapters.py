@@ -110,6 +110,7 @@ class AdapterPool:
         self._num_loaded = 0
         self._base: Params = {}
         self._factors: list[Params] = []  # by layer
+        self._update: Callable[[Params], None] = lambda params: None
 
     def _check_model(self) -> None:
         """Refuses models with projections that cannot have several adapters."""
@@ -165,8 +166,12 @@ class AdapterPool:
                     self._load(name, address)
             return self._params()
 
-    def load(self, name: str, address: str, update: Callable[[Params], None]) -> Adapter:
-        """Loads an adapter; `update` gives the engine the parameters with it.
+    def connect(self, update: Callable[[Params], None]) -> None:
+        """Names the function that gives the engine parameters with a new adapter."""
+        self._update = update
+
+    def load(self, name: str, address: str) -> Adapter:
+        """Loads an adapter; the engine has it from its next step on.
 
         Raises:
           UserError: If the name is taken, no place is free, or the adapter does not fit.
@@ -175,7 +180,7 @@ class AdapterPool:
             config = self._read_config(name, address)
             self._check_fits(name, config)
             self._load(name, address)
-            update(self._params())
+            self._update(self._params())
             with self._lock:
                 return self._adapters[name]
 
@@ -257,12 +262,17 @@ class AdapterPool:
                     by_layer[layer][path] = np.asarray(leaf[position])
         return [
             jax.tree_util.tree_map_with_path(
-                lambda path, leaf, layer=layer: self._padded(path, leaf, layer, config.scale), old
+                lambda path, leaf, layer=layer: self._padded_factor(
+                    path, leaf, layer, config.scale
+                ),
+                old,
             )
             for old, layer in zip(self._factors, by_layer, strict=True)
         ]
 
-    def _padded(self, path: Any, place: jax.Array, layer: Mapping[Any, Any], scale: float) -> Any:
+    def _padded_factor(
+        self, path: Any, place: jax.Array, layer: Mapping[Any, Any], scale: float
+    ) -> Any:
         """A factor of an adapter with zeros up to the rank of a place."""
         keys = tuple(key.key for key in path)
         is_a = keys[-1] == lora.FACTORS[0]

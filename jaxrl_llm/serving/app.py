@@ -202,7 +202,7 @@ def make_app(
 
     app.include_router(storage_routes(store))
     if adapters is not None:
-        app.include_router(adapter_routes(adapters, driver.update_weights))
+        app.include_router(adapter_routes(adapters))
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:

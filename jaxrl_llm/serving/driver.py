@@ -59,10 +59,6 @@ class RequestDriver(Protocol):
         """Cancels a ticket. No-op if it has finished."""
         ...
 
-    def update_weights(self, params: Params) -> None:
-        """Switches to new weights, of the same shapes and sharding, from the next step on."""
-        ...
-
 
 class Driver:
     """Runs an engine in a thread of its own and serves tickets with it."""

@@ -13,7 +13,7 @@ from jaxrl_llm.config import AlgorithmConfig, RLConfig, RLTrainerConfig, Rollout
 from jaxrl_llm.metrics.timers import Clock
 from jaxrl_llm.rollout import episode_runner
 from jaxrl_llm.rollout.engine.requests import EngineStatistics, SamplingParams
-from jaxrl_llm.sampling import async_source
+from jaxrl_llm.sampling import async_source, episodes_in_flight
 from jaxrl_llm.sampling.async_schedule import AsyncSchedule, ScheduleError
 from jaxrl_llm.sampling.async_source import AsyncSource
 from jaxrl_llm.sampling.source import SamplingError
@@ -119,7 +119,7 @@ class Run:
         num_steps=STEPS,
         **trainer,
     ):
-        monkeypatch.setattr(async_source, "EpisodeRunner", Latencies)
+        monkeypatch.setattr(episodes_in_flight, "EpisodeRunner", Latencies)
         keys = lambda key, count: np.zeros((count, 2), np.uint32)  # noqa: E731
         monkeypatch.setattr(async_source.episodes, "sample_keys", keys)
         monkeypatch.setattr(
@@ -150,7 +150,7 @@ class Run:
             eos_tokens=(2,), tokenizer=types.SimpleNamespace(decode=lambda tokens, **_: "")
         )
         sampler = types.SimpleNamespace(
-            engine=Engine(), models=models, has_own_devices=self.apart, world=None
+            engine=Engine(), models=models, has_own_devices=self.apart, world=None, grammar=None
         )
         trainer = self.config.trainer
         schedule = AsyncSchedule(trainer.schedule, self.path, trainer.num_steps)
@@ -358,7 +358,7 @@ def test_samples_are_not_interrupted_without_need(runs):
         run = runs(k=2, new_weights=how)
         for step in range(1, STEPS + 1):
             run.step(step)
-        assert getattr(run.source._runner, "pauses", 0) == wanted
+        assert getattr(run.source._in_flight._runner, "pauses", 0) == wanted
 
 
 def test_a_saved_group_is_as_before():

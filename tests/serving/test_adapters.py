@@ -136,6 +136,7 @@ def serving(folder, sources, num_places):
     pool = AdapterPool("base", source.models.policy.decoder, args, sources, num_places, 4)
     engine = server.make_engine(source, served, 4, network=pool.network)
     driver = Driver(engine, pool.set_base(source.weights().params), max_waiting=8)
+    pool.connect(driver.update_weights)
     app = make_app(served, driver, Metrics(driver), adapters=pool)
     with server.local_server(app, driver) as url, httpx.Client(base_url=url, timeout=120) as client:
         yield client, pool
