@@ -1,6 +1,7 @@
 """Prints the memory and time of a run before it starts."""
 
 import json
+from typing import Any
 
 from absl import logging
 
@@ -11,11 +12,11 @@ from jaxrl_llm.planning import memory_plan, plan_report, pool_placement, resolve
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 
-def _compiled_bytes(plan: memory_plan.MemoryPlan, devices) -> dict[str, float | str]:
+def _compiled_programs(plan: memory_plan.MemoryPlan, devices) -> dict[str, Any]:
     # Imported here: it takes seconds, longer than a plan.
     from jaxrl_llm.planning import compiled_memory
 
-    return compiled_memory.compiled_bytes(plan, devices)
+    return compiled_memory.compiled_programs(plan, devices)
 
 
 def main(options: PlanOptions) -> None:
@@ -37,13 +38,14 @@ def main(options: PlanOptions) -> None:
     else:
         target = resolve_sizes.topology_target(options.topology, options.device, options.devices)
     plan = resolve_sizes.make_plan(resolve_sizes.fit_mesh(config, target), target)
-    compiled_bytes = _compiled_bytes(plan, target.devices) if options.compile else {}
+    compiled = _compiled_programs(plan, target.devices) if options.compile else {}
     nearest_fit = memory_plan.nearest_fit(plan)
     if options.json:
         report_json = plan_report.to_json(plan, nearest_fit, options.price)
-        print(json.dumps({**report_json, "compiled": compiled_bytes}))
+        compiled_json = plan_report.compiled_to_json(plan, compiled)
+        print(json.dumps({**report_json, **compiled_json}))
     else:
-        _print(options, plan, compiled_bytes, nearest_fit)
+        _print(options, plan, compiled, nearest_fit)
     if options.chart:
         plan_report.save_chart(plan, options.chart)
 
@@ -51,12 +53,12 @@ def main(options: PlanOptions) -> None:
 def _print(
     options: PlanOptions,
     plan: memory_plan.MemoryPlan,
-    compiled_bytes: dict[str, float | str],
+    compiled: dict[str, Any],
     nearest_fit: memory_plan.Advice,
 ) -> None:
     print(
         plan_report.headline(plan),
-        plan_report.memory_table(plan, compiled_bytes),
+        plan_report.memory_table(plan, compiled),
         plan_report.bar_chart(plan),
         sep="\n\n",
     )
@@ -64,6 +66,8 @@ def _print(
         print(f"\nnearest run that fits, {nearest_fit}")
     if plan.device.flops and plan.job.learns_from_samples:
         print("\n" + plan_report.time_table(plan, options.price))
+    if any(program.time for program in compiled.values()):
+        print("\n" + plan_report.compiler_time_table(plan, compiled))
     if options.placement:
         print(
             "\n"

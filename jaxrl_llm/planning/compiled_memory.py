@@ -6,6 +6,8 @@ All sequences have the maximum length, so the compiler's memory is the worst cas
 
 import dataclasses
 import functools
+import pathlib
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,6 +33,7 @@ from jaxrl_llm.models.vision import patches
 from jaxrl_llm.packing import packed_batch, token_fields
 from jaxrl_llm.packing.packed_batch import PackedBatch
 from jaxrl_llm.planning import compile_only_devices, memory
+from jaxrl_llm.planning.compiler_clock import ProgramTime, TpuRates, program_time, tpu_rates
 from jaxrl_llm.planning.memory_plan import MemoryPlan
 from jaxrl_llm.rollout.engine_api import PrecompiledEngine
 from jaxrl_llm.sampling import policy_sampler
@@ -282,6 +285,7 @@ class CompiledMemory:
     host_bytes: int  # arguments, outputs and temporaries in host memory
     lower_s: float
     compile_s: float
+    time: ProgramTime | None = None  # of a call, where the compiler writes its estimates
 
     @property
     def total_bytes(self) -> int:
@@ -293,15 +297,20 @@ class CompilerOutOfMemory(Exception):
     """The compiler found that a program cannot fit; holds the first line of its message."""
 
 
-def compiled_memory(lower: Any) -> CompiledMemory:
+def compiled_memory(lower: Any, rates: TpuRates | None = None) -> CompiledMemory:
     """Compiles a program of `program_lowerings` and reports its memory; raises if it cannot
     fit.
+
+    With the rates of a TPU also its time, see `compiler_clock`.
     """
     start = time.perf_counter()
     program = lower()
     middle = time.perf_counter()
     try:
-        stats = program.compile().memory_analysis()
+        if rates is None:
+            stats, program_text = program.compile().memory_analysis(), ""
+        else:
+            stats, program_text = _compile_with_text(program)
     except jax.errors.JaxRuntimeError as error:
         raise CompilerOutOfMemory(str(error).splitlines()[0]) from error
     return CompiledMemory(
@@ -315,11 +324,35 @@ def compiled_memory(lower: Any) -> CompiledMemory:
         + stats.host_temp_size_in_bytes,
         lower_s=middle - start,
         compile_s=time.perf_counter() - middle,
+        time=None if rates is None else program_time(program_text, rates),
     )
 
 
-def compiled_bytes(plan: MemoryPlan, devices: Sequence[Any] | str) -> dict[str, float | str]:
-    """Bytes on a device while each program runs, or the compiler's message if it cannot fit.
+def _compile_with_text(program: jax.stages.Lowered) -> tuple[Any, str]:
+    """Compiles for a TPU: the compiler's memory statistics, and the scheduled program.
+
+    The text comes from the compiler's own dump. jaxlib may be older than libtpu, and then cannot
+    read some of its programs (`Compiled.as_text`).
+    """
+    with tempfile.TemporaryDirectory(prefix="compiled-") as folder:
+        options: Any = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        compiled = program.compile(compiler_options=options)
+        dumps = sorted(pathlib.Path(folder).glob("*.after_codegen.txt"))
+        text = max((dump.read_text() for dump in dumps), key=len) if dumps else compiled.as_text()
+    return compiled.memory_analysis(), text
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """The compiler's figures of one program of a plan."""
+
+    total_bytes: float = 0.0  # on a device while it runs; 0: it cannot fit
+    problem: str = ""  # the compiler's message, if it cannot fit
+    time: ProgramTime | None = None  # of one call; None: the compiler writes no cycles
+
+
+def compiled_programs(plan: MemoryPlan, devices: Sequence[Any] | str) -> dict[str, CompiledProgram]:
+    """Bytes on a device while each program runs, and on TPUs the time of a call of it.
 
     A program's own memory comes from the compiler, other resident arrays from the analytic plan.
     Raises ConfigError for devices that no compiler knows, and for several pools.
@@ -333,12 +366,15 @@ def compiled_bytes(plan: MemoryPlan, devices: Sequence[Any] | str) -> dict[str, 
     setting = plan.setting
     models = abstract_models(setting.config, setting.policy, list(devices))
     program_memory = memory.program_parts(setting)
-    bytes_by_program: dict[str, float | str] = {}
+    programs: dict[str, CompiledProgram] = {}
+    rates = tpu_rates(plan.device)
     for name, lower in program_lowerings(setting.config, models).items():
         logging.info("compiling %s", name)
         resident = plan.programs[name].total - program_memory[name].total
         try:
-            bytes_by_program[name] = compiled_memory(lower).total_bytes + resident
+            compiled = compiled_memory(lower, rates)
+            total_bytes = compiled.total_bytes + resident
+            programs[name] = CompiledProgram(total_bytes, time=compiled.time)
         except CompilerOutOfMemory as error:
-            bytes_by_program[name] = str(error)
-    return bytes_by_program
+            programs[name] = CompiledProgram(problem=str(error))
+    return programs

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl_llm.errors import Problem
-from jaxrl_llm.planning import pool_placement
+from jaxrl_llm.planning import pool_placement, step_time
 from jaxrl_llm.planning.accelerators import GIB
 from jaxrl_llm.planning.memory_plan import Advice, MemoryPlan, mesh_axes_text
 from jaxrl_llm.planning.run_setting import DEVICE_PARTS
 
+_SHORT_S = 1e-3  # programs whose places are not worth a table
 _BAR = 48  # characters of a full device
 _MARKS = dict(zip(DEVICE_PARTS, "WGOALCT", strict=True))
 
@@ -45,11 +46,9 @@ def memory_table(plan: MemoryPlan, compiled: Mapping[str, Any]) -> str:
         cells = [*vars(parts).values(), parts.total]
         line = f"{name:{width}}" + "".join(f"{cell / GIB:12.2f}" for cell in cells)
         if name in compiled:
-            compiled_bytes = compiled[name]
+            program = compiled[name]
             line += (
-                f"{compiled_bytes / GIB:12.2f}"
-                if isinstance(compiled_bytes, (int, float))
-                else f"  {compiled_bytes}"
+                f"  {program.problem}" if program.problem else f"{program.total_bytes / GIB:12.2f}"
             )
         lines.append(line)
     return "\n".join(lines)
@@ -90,6 +89,53 @@ def time_table(plan: MemoryPlan, price: float) -> str:
 def _dollars(plan: MemoryPlan, speed: pool_placement.StepSpeed, price: float) -> float:
     num_steps = plan.setting.config.trainer.num_steps
     return price * plan.num_devices * num_steps * speed.step_s / 3600
+
+
+def compiler_time_table(plan: MemoryPlan, compiled: Mapping[str, Any], num_places: int = 10) -> str:
+    """Text table of the compiler's times: of one call of each program, and where they go.
+
+    "limit" is the share of the time that the arithmetic, or for decoding the memory traffic, takes
+    at the device's peak (`step_time.call_limits`).
+    """
+    limits = step_time.call_limits(plan.setting, plan.device)
+    kinds = ("compute", "kernel", "collective", "copy")
+    lines = [f"{'one call':18}{'seconds':>10}{'limit':>8}" + "".join(f"{k:>12}" for k in kinds)]
+    for name, program in compiled.items():
+        if (time := program.time) is None:
+            continue
+        shares = [time.by_kind.get(kind, 0.0) / max(time.cycles, 1.0) for kind in kinds]
+        limit = f"{limits[name] / time.seconds:8.1%}" if name in limits else f"{'':8}"
+        lines.append(
+            f"{name:18}{time.seconds:10.4f}{limit}" + "".join(f"{s:12.1%}" for s in shares)
+        )
+        if time.unknown_kernels:
+            lines.append(f"  {time.unknown_kernels} kernels without an estimate are not counted")
+    for name, program in compiled.items():
+        if program.time is None or program.time.seconds < _SHORT_S:
+            continue
+        lines += ["", f"{name}, costliest places"]
+        for place, share in program.time.costliest(num_places):
+            source = place.source.rpartition("jaxrl_llm/")[2] or "compiler"
+            lines.append(f"{share:8.1%}  {source:44} {place.operation[-60:]}")
+    return "\n".join(lines)
+
+
+def compiled_to_json(plan: MemoryPlan, compiled: Mapping[str, Any]) -> dict[str, Any]:
+    """The compiler's figures as JSON: bytes or a message by program, and times of a call."""
+    limits = step_time.call_limits(plan.setting, plan.device)
+    times = {}
+    for name, program in compiled.items():
+        if program.time is not None:
+            times[name] = {
+                "seconds": program.time.seconds,
+                "limit_seconds": limits.get(name),
+                "cycles": dict(program.time.by_kind),
+                "places": [[*place, share] for place, share in program.time.costliest(10)],
+            }
+    return {
+        "compiled": {name: p.problem or p.total_bytes for name, p in compiled.items()},
+        "compiled_times": times,
+    }
 
 
 def to_json(plan: MemoryPlan, advice: Advice, price: float) -> dict[str, Any]:

@@ -69,6 +69,29 @@ def phase_costs(setting: RunSetting, device: Device) -> dict[str, PhaseCost]:
     return costs
 
 
+def call_limits(setting: RunSetting, device: Device) -> dict[str, float]:
+    """Least seconds that one call of a program can take on a device, by program.
+
+    Scoring and updates: their useful FLOPs at the device's peak; a chunk of decode steps: reading
+    weights and the cache of full slots at its memory bandwidth.
+    """
+    if not device.flops:
+        return {}
+    config = setting.config
+    costs = phase_costs(setting, device)
+    updates = config.trainer.epochs * config.sequences_per_step / config.minibatch_size
+    useful = {"score": costs["score"].useful_flops}
+    useful["train"] = costs["train"].useful_flops / updates
+    if "score_critic" in costs:
+        useful["score_critic"] = costs["score_critic"].useful_flops
+        useful["train"] += costs["train_critic"].useful_flops / updates
+    limits = {name: work / device.flops for name, work in useful.items()}
+    slots = setting.num_slots
+    step = decode_step(setting, device, slots, slots * config.max_sequence_tokens)
+    chunk = step.scaled_by(config.rollout.chunk_steps)
+    return {**limits, "decode": chunk.memory_bytes / device.memory_bandwidth}
+
+
 def _cost(
     setting: RunSetting,
     device: Device,

@@ -76,4 +76,4 @@ def test_programs_of_several_pools_are_not_compiled():
     apart = from_config_dict(VALUES | {"placement": {"choice": "split"}, "mesh": {"fsdp": -1}})
     plan = resolve_sizes.make_plan(apart, resolve_sizes.topology_target("v5e:2x4", "", 0))
     with pytest.raises(ConfigError, match=r"programs of several pools.*placement.choice=colocate"):
-        compiled_memory.compiled_bytes(plan, "v5e:2x4")
+        compiled_memory.compiled_programs(plan, "v5e:2x4")
