@@ -297,11 +297,13 @@ class CompilerOutOfMemory(Exception):
     """The compiler found that a program cannot fit; holds the first line of its message."""
 
 
-def compiled_memory(lower: Any, rates: TpuRates | None = None) -> CompiledMemory:
+def compiled_memory(
+    lower: Any, rates: TpuRates | None = None, open_trips: int = 1
+) -> CompiledMemory:
     """Compiles a program of `program_lowerings` and reports its memory; raises if it cannot
     fit.
 
-    With the rates of a TPU also its time, see `compiler_clock`.
+    With the rates of a TPU also its time, see `compiler_clock.program_time`.
     """
     start = time.perf_counter()
     program = lower()
@@ -324,7 +326,7 @@ def compiled_memory(lower: Any, rates: TpuRates | None = None) -> CompiledMemory
         + stats.host_temp_size_in_bytes,
         lower_s=middle - start,
         compile_s=time.perf_counter() - middle,
-        time=None if rates is None else program_time(program_text, rates),
+        time=None if rates is None else program_time(program_text, rates, open_trips),
     )
 
 
@@ -368,11 +370,21 @@ def compiled_programs(plan: MemoryPlan, devices: Sequence[Any] | str) -> dict[st
     program_memory = memory.program_parts(setting)
     programs: dict[str, CompiledProgram] = {}
     rates = tpu_rates(plan.device)
+    # How many microbatches and decode steps there are is an input of the programs.
+    microbatches = {
+        name: setting.rows(count).num_microbatches
+        for name, count in (
+            ("train", setting.config.minibatch_size),
+            ("score", setting.config.sequences_per_step),
+            ("score_critic", setting.config.sequences_per_step),
+        )
+    }
+    open_trips = {**microbatches, "decode": setting.config.rollout.chunk_steps}
     for name, lower in program_lowerings(setting.config, models).items():
         logging.info("compiling %s", name)
         resident = plan.programs[name].total - program_memory[name].total
         try:
-            compiled = compiled_memory(lower, rates)
+            compiled = compiled_memory(lower, rates, open_trips.get(name, 1))
             total_bytes = compiled.total_bytes + resident
             programs[name] = CompiledProgram(total_bytes, time=compiled.time)
         except CompilerOutOfMemory as error:

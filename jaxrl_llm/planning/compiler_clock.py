@@ -90,6 +90,7 @@ class ProgramTime:
     by_kind: Mapping[Kind, float]
     by_place: Mapping[Place, float]
     unknown_kernels: int  # Pallas kernels without a cost estimate, counted as free
+    unknown_loops: int  # loops inside loops of open length, counted once
 
     @property
     def cycles(self) -> float:
@@ -105,17 +106,22 @@ class ProgramTime:
         return [(place, cycles / max(self.cycles, 1.0)) for place, cycles in ordered]
 
 
-def program_time(text: str, rates: TpuRates) -> ProgramTime:
+def program_time(text: str, rates: TpuRates, open_trips: int = 1) -> ProgramTime:
     """The time of a compiled program, from its text (`Compiled.as_text`).
+
+    Args:
+      open_trips: How often loops run whose length is not in the program, but in its inputs.
 
     Raises:
       ValueError: If it is not the text of a scheduled TPU program.
     """
     if "is_scheduled=true" not in text or "ENTRY" not in text:
         raise ValueError("the text is not that of a scheduled program")
-    walk = _ScheduleWalk(_Program.parse(text), rates)
+    walk = _ScheduleWalk(_Program.parse(text), rates, open_trips)
     walk.run()
-    return ProgramTime(rates, dict(walk.by_kind), dict(walk.by_place), walk.unknown_kernels)
+    return ProgramTime(
+        rates, dict(walk.by_kind), dict(walk.by_place), walk.unknown_kernels, walk.unknown_loops
+    )
 
 
 class _Instruction(NamedTuple):
@@ -159,20 +165,25 @@ class _Program:
         source = self.frames.get(frame.group(1), "") if frame else ""
         return Place(source, name.group(1) if name else instruction.operation)
 
-    def trips(self, loop: _Instruction, condition: str, body: str) -> int:
-        """How often a loop runs: the bound of its counter over the counter's step."""
+    def trips(self, loop: _Instruction, condition: str, body: str) -> int | None:
+        """How often a loop runs: the bound of its counter over the counter's step.
+
+        None: its condition is not that a counter is below a constant.
+        """
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
             return int(known.group(1))
         tests = self.computations[condition]
-        compare = next((each for each in tests if each.operation == "compare"), None)
-        if compare is None:
-            return 1
-        counter, bound = (part.strip().lstrip("%") for part in compare.operands.split(",")[:2])
+        root = next(each for each in tests if each.is_root)
+        if root.operation != "compare":
+            return None
+        counter, bound = (part.strip().lstrip("%") for part in root.operands.split(",")[:2])
         number = self._constant(tests, bound)
+        if number is None:
+            return None
         index = re.search(r"#(\d+)$", counter) or re.search(
             r"index=(\d+)", _definition(tests, counter)
         )
-        return -(-(number or 1) // (self._step(body, int(index.group(1))) if index else 1))
+        return -(-number // (self._step(body, int(index.group(1))) if index else 1))
 
     def _step(self, body: str, index: int) -> int:
         """By how much a loop's body moves element `index` of what it carries."""
@@ -237,11 +248,11 @@ class _Transfer:
 class _ScheduleWalk:
     """Runs through a program in the order of its schedule, with a clock."""
 
-    def __init__(self, program: _Program, rates: TpuRates):
-        self._program, self._rates = program, rates
+    def __init__(self, program: _Program, rates: TpuRates, open_trips: int):
+        self._program, self._rates, self._open_trips = program, rates, open_trips
         self.by_kind: collections.Counter[Kind] = collections.Counter()
         self.by_place: collections.Counter[Place] = collections.Counter()
-        self.unknown_kernels = 0
+        self.unknown_kernels = self.unknown_loops = 0
 
     def run(self) -> float:
         """Walks through the program; returns its cycles."""
@@ -281,7 +292,13 @@ class _ScheduleWalk:
             match = re.search(rf"condition={_NAME}, body={_NAME}", line)
             assert match is not None
             trips = self._program.trips(instruction, *match.groups())
-            return trips * self._walk(match.group(2), times * trips)
+            if trips is not None:
+                return trips * self._walk(match.group(2), times * trips)
+            self.unknown_loops += self._open_trips == 0
+            trips, self._open_trips = self._open_trips, 0  # not for loops inside
+            cycles = (trips or 1) * self._walk(match.group(2), times * (trips or 1))
+            self._open_trips = trips
+            return cycles
         if instruction.operation == "conditional":
             match = re.search(r"branch_computations=\{([^}]*)\}", line)
             names = match.group(1).split(",") if match else []
@@ -297,7 +314,7 @@ class _ScheduleWalk:
         """Counts the branch with most cycles alone."""
         walks = []
         for name in names:
-            walk = _ScheduleWalk(self._program, self._rates)
+            walk = _ScheduleWalk(self._program, self._rates, self._open_trips)
             walks.append((walk._walk(name, times), walk))
         if not walks:
             return 0.0
@@ -305,6 +322,7 @@ class _ScheduleWalk:
         self.by_kind += walk.by_kind
         self.by_place += walk.by_place
         self.unknown_kernels += walk.unknown_kernels
+        self.unknown_loops += walk.unknown_loops
         return cycles
 
     def _count(self, kind: Kind, place: Place, cycles: float, times: float) -> float:

@@ -110,6 +110,8 @@ def compiler_time_table(plan: MemoryPlan, compiled: Mapping[str, Any], num_place
         )
         if time.unknown_kernels:
             lines.append(f"  {time.unknown_kernels} kernels without an estimate are not counted")
+        if time.unknown_loops:
+            lines.append(f"  {time.unknown_loops} loops of unknown length are counted once")
     for name, program in compiled.items():
         if program.time is None or program.time.seconds < _SHORT_S:
             continue

@@ -74,6 +74,23 @@ def test_loops_count_by_their_trips():
     assert time.costliest(1) == [(place, pytest.approx(400 / 405))]
     known = loop + ', backend_config={"known_trip_count":{"n":"3"}}'
     assert kinds_of(known, before=LOOP) == {"compute": 300}
+    # Until a number that the program is given; another such loop inside would count once.
+    until = LOOP.replace(
+        "%bound = s32[] constant(7)", "%bound = s32[] get-tuple-element(%p.1), index=2"
+    )
+    assert program_time(program(loop, before=until), RATES, open_trips=6).cycles == 600
+    outer = (
+        until.replace("%body", "%outer")
+        .replace("%cond", "%test")
+        .replace("%y = f32[8] fusion", "%y = (s32[], f32[8]) while")
+        .replace("kind=kLoop, calls=%g", "condition=%cond, body=%body")
+    )
+    nested = program_time(
+        program(loop.replace("%cond", "%test").replace("%body", "%outer"), before=until + outer),
+        RATES,
+        6,
+    )
+    assert (nested.cycles, nested.unknown_loops) == (600, 1)
 
 
 COPY = "%c-start = (f32[100]{0:T(8)S(1)}, f32[100]{0:T(8)}, u32[]) copy-start(%a)"
