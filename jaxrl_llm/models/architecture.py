@@ -17,18 +17,28 @@ class RopeScaling:
 
     `factor` 1 changes nothing. "linear" divides all frequencies by the factor;
     "llama3" those of long wavelengths (arXiv:2407.21783, Sec. 3.2); "yarn" those that rotate less
-    than `slow_turns` times in the original context (arXiv:2309.00071, Sec. 3.2).
+    than `slow_turns` times in the original context (arXiv:2309.00071, Sec. 3.2); "longrope" divides
+    each frequency by a factor of its own (arXiv:2402.13753, Sec. 3.2): by one of `long_factors` in
+    a network for longer sequences than the original context (`Architecture.for_length`), by one of
+    `short_factors` in others.
     """
 
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
-    kind: Literal["llama3", "linear", "yarn"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
     fast_turns: float = 32.0  # yarn
     slow_turns: float = 1.0
     whole_dims: bool = True  # yarn: bounds of the ramp are rounded to whole dims
-    magnitude: float = 1.0  # yarn: multiplies cos and sin
+    magnitude: float = 1.0  # yarn, longrope: multiplies cos and sin
+    short_factors: tuple[float, ...] = ()  # longrope: one per rotated pair
+    long_factors: tuple[float, ...] = ()
+    is_long: bool = False  # longrope: `long_factors` are used
+
+    @property
+    def changes_frequencies(self) -> bool:
+        return self.factor != 1.0 or self.kind == "longrope"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +127,7 @@ class VisionArchitecture:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """One decoder-only transformer: pre-norm layers of attention and a gated MLP or experts."""
+    """One decoder-only transformer: layers of attention and a gated MLP or experts."""
 
     family: str
     vocab_size: int
@@ -133,6 +143,7 @@ class Architecture:
     norm_eps: float = 1e-6
     qkv_bias: bool = False  # Qwen2
     qk_norm: bool = False  # Qwen3: of each head, before rotary embeddings
+    wide_qk_norm: bool = False  # OLMo 2: of all heads together, before rotary embeddings
     tie_embeddings: bool = True
     layers: tuple[LayerType, ...] = ()  # one per layer; (): all uniform
     local_rope_theta: float = 10_000.0  # of layers with `rope="local"`, which is not scaled
@@ -148,6 +159,7 @@ class Architecture:
     long_query_from: int = 8192
     act: Literal["silu", "gelu"] = "silu"
     norm_offset: float = 0.0  # Gemma: norms multiply by 1 + scale
+    pre_norms: bool = True  # norms of attention and MLP inputs; OLMo 2 has only `post_norms`
     post_norms: bool = False  # norms of attention and MLP outputs, before the residual addition
     scale_embeddings: bool = False  # Gemma: by the square root of the hidden size
     latent: LatentAttentionSizes | None = None
@@ -174,6 +186,21 @@ class Architecture:
     def with_stages(self, stages: int, rounds: int) -> "Architecture":
         """This architecture with layers stored for `mesh.stage` and `mesh.stage_rounds`."""
         return dataclasses.replace(self, stages=stages, rounds=rounds if stages > 1 else 1)
+
+    def for_length(self, max_tokens: int) -> "Architecture":
+        """This architecture in a run whose longest sequence has `max_tokens` tokens.
+
+        It differs only with longrope. The factors are those of the longest sequence for all, as in
+        vLLM: with factors by sequence, tokens sampled before a sequence outgrows the original
+        context would be scored with other frequencies than they were sampled with.
+        """
+        scaling = self.rope_scaling
+        if scaling.kind != "longrope":
+            return self
+        is_long = max_tokens > scaling.original_max_positions
+        return dataclasses.replace(
+            self, rope_scaling=dataclasses.replace(scaling, is_long=is_long)
+        )
 
     @property
     def layer_stacks(self) -> dict[str, "LayerStack"]:

@@ -42,6 +42,9 @@ Rotary = dict[str, tuple[Array, ...]]  # cos and sin by `LayerType.rope`
 def rotary_frequencies(size: int, theta: float, scaling: RopeScaling) -> Float[Array, " half"]:
     """The angle per position of every pair (arXiv:2104.09864), float32."""
     frequencies = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
+    if scaling.kind == "longrope":
+        factors = scaling.long_factors if scaling.is_long else scaling.short_factors
+        return frequencies / jnp.asarray(factors, jnp.float32)
     if scaling.factor != 1.0:
         unscaled = _unscaled_shares(frequencies, theta, scaling)
         frequencies = frequencies * (unscaled + (1.0 - unscaled) / scaling.factor)
@@ -150,6 +153,9 @@ class GroupedQueryAttention(nnx.Module):
         if shape.qk_norm:
             self.q_norm = RMSNorm(build, h, shape)
             self.k_norm = RMSNorm(build, h, shape)
+        elif shape.wide_qk_norm:
+            self.q_norm = RMSNorm(build, queries, shape)
+            self.k_norm = RMSNorm(build, keys, shape)
         if shape.sinks:
             self.sinks = build.normal((shape.num_heads,), ("norm",))
         self.shape, self.layer, self.projected = shape, layer, build.products.after_qkv_projection
@@ -163,7 +169,10 @@ class GroupedQueryAttention(nnx.Module):
     ):
         shape, layer = self.shape, self.layer
         heads = (*x.shape[:-1], -1, shape.head_size)
-        q, k, v = (self.projected(f(x)).reshape(heads) for f in (self.q, self.k, self.v))
+        q, k, v = (self.projected(f(x)) for f in (self.q, self.k, self.v))
+        if shape.wide_qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (projection.reshape(heads) for projection in (q, k, v))
         if shape.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if layer.rope != "none":

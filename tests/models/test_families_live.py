@@ -125,6 +125,71 @@ TABLE = {
             "floor_scale": 8,
         },
     ),
+    "kimi_k2": (
+        "DeepseekV3Config",
+        {
+            **EXPERTS,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "kv_lora_rank": 20,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 6,
+            "head_dim": 6,
+            "qk_nope_head_dim": 10,
+            "v_head_dim": 14,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 2,
+            "routed_scaling_factor": 2.827,
+        },
+    ),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 3}),
+    "smollm3_window": (
+        "SmolLM3Config",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 19,
+            "no_rope_layer_interval": 2,
+            "head_dim": 12,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": ("Olmo2Config", {"num_key_value_heads": 1}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "sliding_window": WINDOW,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "phi3": ("Phi3Config", {"head_dim": 8, "sliding_window": 17, "tie_word_embeddings": True}),
+    "phi3_longrope": (
+        "Phi3Config",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "original_max_position_embeddings": 200,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+                "long_factor": [1.2, 1.5, 2.0, 4.0, 8.0, 16.0],
+            },
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {"rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
 }
 LENGTHS = (40, 33)
 NUM_GREEDY = 64

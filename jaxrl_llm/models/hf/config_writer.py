@@ -58,6 +58,11 @@ def to_hf_config(
         torch_dtype=dtype,
     )
     config |= {"hidden_act": "silu", **row.required_values, **_layer_keys(shape, row)}
+    if row.config_keys.get("local_rope_theta") == "rope_theta":
+        config |= _rope_keys_by_attention(shape)
+    if shape.rope_scaling.kind == "longrope":
+        # Where Phi-3's readers look for it.
+        config["original_max_position_embeddings"] = shape.rope_scaling.original_max_positions
     if "partial_rotary_factor" in row.defaults:
         config["partial_rotary_factor"] = (shape.rope_size or shape.head_size) / shape.head_size
     for field, is_used in {"experts": row.moe, "latent": MLA_CODEC in row.codecs}.items():
@@ -103,16 +108,36 @@ def _layer_keys(shape: Architecture, row: ModelFamily) -> Fields:
     return {**config, "layer_types": layer_types} if row.has_layer_types else config
 
 
+def _rope_keys_by_attention(shape: Architecture) -> Fields:
+    """Rotary settings by attention type, beside the older keys of full attention.
+
+    Readers of the older keys alone give all layers the same theta, or sliding layers a default.
+    """
+    full = _rope_scaling_keys(shape) or {"rope_type": "default"}
+    sliding = {"rope_type": "default", "rope_theta": shape.local_rope_theta}
+    return {
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {
+            "full_attention": {**full, "rope_theta": shape.rope_theta},
+            "sliding_attention": sliding,
+        },
+    }
+
+
 def _rope_scaling_keys(shape: Architecture) -> Fields | None:
     scaling = shape.rope_scaling
     sections: Fields = {"mrope_section": list(shape.rope_sections)} if shape.rope_sections else {}
-    if scaling.factor == 1.0:
+    if not scaling.changes_frequencies:
         return {"type": "mrope", **sections} if sections else None
     rope: Fields = {"rope_type": scaling.kind, **sections}
     rope |= {key: getattr(scaling, field) for field, key in ROPE_KEYS[scaling.kind].items()}
+    if scaling.kind in ("yarn", "longrope"):
+        rope["attention_factor"] = scaling.magnitude
+    if scaling.kind == "longrope":
+        rope |= {"short_factor": [*scaling.short_factors], "long_factor": [*scaling.long_factors]}
+        rope["factor"] = scaling.factor
     if scaling.kind == "yarn":
         rope |= {key: getattr(scaling, field) for field, key in YARN_KEYS.items()}
-        rope["attention_factor"] = scaling.magnitude
         if shape.latent and shape.query_scale:
             mscale = math.sqrt(shape.query_scale * shape.head_size**0.5)
             rope["mscale_all_dim"] = round((mscale - 1.0) / (0.1 * math.log(scaling.factor)), 9)
