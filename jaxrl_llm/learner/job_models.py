@@ -334,6 +334,7 @@ def make_network(
     config: JobConfig, shape: Architecture, head: Literal["lm", "scalar"], mesh: Mesh
 ) -> Network:
     """The network of one role, for the platform and pipeline stages of `mesh`."""
+    shape = shape.for_length(config.max_sequence_tokens)
     shape = shape.with_stages(mesh.shape["stage"], config.mesh.stage_rounds)
     model, platform = config.model, mesh.devices.flat[0].platform
     return Network(

@@ -188,18 +188,25 @@ class Architecture:
         return dataclasses.replace(self, stages=stages, rounds=rounds if stages > 1 else 1)
 
     def for_length(self, max_tokens: int) -> "Architecture":
-        """This architecture in a run whose longest sequence has `max_tokens` tokens.
+        """This architecture in a program whose longest sequence has `max_tokens` tokens.
 
-        It differs only with longrope. The factors are those of the longest sequence for all, as in
-        vLLM: with factors by sequence, tokens sampled before a sequence outgrows the original
-        context would be scored with other frequencies than they were sampled with.
+        Only longrope depends on it, and never goes back to the short factors. All sequences have
+        the factors of the longest one, as in vLLM: with factors by sequence, tokens that were
+        sampled before a sequence outgrew the original context would be scored with other
+        frequencies than they were sampled with.
         """
         scaling = self.rope_scaling
-        if scaling.kind != "longrope":
+        if scaling.kind != "longrope" or max_tokens <= scaling.original_max_positions:
             return self
-        is_long = max_tokens > scaling.original_max_positions
+        return dataclasses.replace(self, rope_scaling=dataclasses.replace(scaling, is_long=True))
+
+    @property
+    def as_published(self) -> "Architecture":
+        """This architecture as a model folder describes it: for sequences of any length."""
+        if not self.rope_scaling.is_long:
+            return self
         return dataclasses.replace(
-            self, rope_scaling=dataclasses.replace(scaling, is_long=is_long)
+            self, rope_scaling=dataclasses.replace(self.rope_scaling, is_long=False)
         )
 
     @property

@@ -19,7 +19,7 @@ from jaxrl_llm.models.architecture import (
 )
 from jaxrl_llm.models.hf import config_reader, config_writer
 from jaxrl_llm.models.hf.config_reader import CheckpointFormatError
-from jaxrl_llm.models.hf.families import FAMILIES
+from jaxrl_llm.models.hf.families import FAMILIES, MODEL_TYPE_ALIASES
 
 CONFIGS = json.loads((hf_checkpoints.GOLDENS / "configs.json").read_text())
 
@@ -45,6 +45,7 @@ def shape(name, sizes, heads, **fields):
 
 UNTIED = {"tie_embeddings": False}
 GEMMA = {"act": "gelu", "norm_offset": 1.0, "post_norms": True, "scale_embeddings": True}
+OLMO = {"wide_qk_norm": True, "pre_norms": False, "post_norms": True, "rope_theta": 5e5, **UNTIED}
 EXPERTS = LayerType(experts=True)
 LOCAL, CHUNK = LayerType(window=512, rope="local"), LayerType(chunk=8192, experts=True)
 SHAPES = {
@@ -204,6 +205,75 @@ SHAPES = {
         ),
         **UNTIED,
     ),
+    "Kimi-K2": shape(
+        "deepseek_v3",
+        (163840, 7168, 18432),
+        (61, 64, 64, 192),
+        rope_theta=5e4,
+        rope_scaling=RopeScaling(
+            32.0, original_max_positions=4096, kind="yarn", fast_turns=1.0, slow_turns=1.0
+        ),
+        layers=(LayerType(), *[EXPERTS] * 60),
+        rope_size=64,
+        rope_interleaved=True,
+        query_scale=0.13086079996295005,  # 192 ** -0.5 (0.1 ln 32 + 1) ** 2
+        latent=LatentAttentionSizes(512, 128, 128, 1536),
+        experts=Experts(
+            384,
+            8,
+            2048,
+            shared_size=2048,
+            scores="sigmoid",
+            scale=2.827,
+            selection_bias=True,
+        ),
+        **UNTIED,
+    ),
+    "SmolLM3-3B": shape(
+        "smollm3",
+        (128256, 2048, 11008),
+        (36, 16, 4, 128),
+        max_positions=65536,
+        rope_theta=5e6,
+        layers=(*[LayerType()] * 3, LayerType(rope="none")) * 9,
+    ),
+    "OLMo-2-1124-7B": shape(
+        "olmo2", (100352, 4096, 11008), (32, 32, 32, 128), max_positions=4096, **OLMO
+    ),
+    "Olmo-3-7B": shape(
+        "olmo3",
+        (100278, 4096, 11008),
+        (32, 32, 32, 128),
+        max_positions=65536,
+        # magnitude: 0.1 ln 8 + 1
+        rope_scaling=RopeScaling(
+            8.0, original_max_positions=8192, kind="yarn", magnitude=1.2079441541679836
+        ),
+        local_rope_theta=5e5,
+        layers=(*[LayerType(window=4096, rope="local")] * 3, LayerType()) * 8,
+        **OLMO,
+    ),
+    "Phi-4": shape(
+        "phi3",
+        (100352, 5120, 17920),
+        (40, 40, 10, 128),
+        max_positions=16384,
+        rope_theta=250_000.0,
+        norm_eps=1e-5,
+        **UNTIED,
+    ),
+    "MiniMax-M2": shape(
+        "minimax_m2",
+        (200064, 3072, 1536),
+        (62, 48, 8, 128),
+        max_positions=196608,
+        rope_theta=5e6,
+        wide_qk_norm=True,
+        rope_size=64,
+        layers=EXPERTS,
+        experts=Experts(256, 8, 1536, scores="sigmoid", selection_bias=True),
+        **UNTIED,
+    ),
     "Qwen2.5-VL-7B": shape(
         "qwen2_5_vl",
         (152064, 3584, 18944),
@@ -219,7 +289,7 @@ SHAPES = {
 
 
 def test_every_family_is_here():
-    assert {config["model_type"] for config in CONFIGS.values()} == set(FAMILIES)
+    assert {config["model_type"] for config in CONFIGS.values()} == {*FAMILIES, *MODEL_TYPE_ALIASES}
     assert SHAPES.keys() == CONFIGS.keys()
 
 
@@ -234,7 +304,26 @@ def test_the_shape_of_a_published_model(name):
 ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 REFUSED = [
     ("gpt-oss-20b", {"rope_parameters": ROPE}, "rope_type must be 'default' or 'linear'"),
-    ("Mistral-7B-v0.1", {"rope_parameters": {**ROPE, "rope_type": "longrope"}}, "'longrope'"),
+    ("Mistral-7B-v0.1", {"rope_parameters": {**ROPE, "rope_type": "other"}}, "'longrope'"),
+    (
+        "Phi-4",
+        {"rope_parameters": {"rope_type": "longrope"}},
+        "rope_parameters of type longrope lacks short_factor, long_factor",
+    ),
+    (
+        "Phi-4",
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1], "long_factor": [1]}},
+        "short_factor has 1 numbers; each of the 64 rotated pairs",
+    ),
+    (
+        "Phi-4",
+        {"rope_parameters": {"rope_type": "su", "short_factor": [0.0], "long_factor": "x"}},
+        "each rope_parameters.short_factor must be a number .*long_factor must be a list",
+    ),
+    ("MiniMax-M2", {"attn_type_list": [0, 1]}, "attn_type_list must be 1 for all layers"),
+    ("MiniMax-M2", {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'; only 'per_layer'"),
+    ("MiniMax-M2", {"shared_intermediate_size": 8}, "shared_intermediate_size is 8; only 0"),
+    ("SmolLM3-3B", {"no_rope_layers": [1] * 35}, "no_rope_layers is of 35 layers"),
     ("gemma-3-1b", {"rope_parameters": {"full_attention": ROPE}}, "rope_type must be 'default'"),
     (
         "gemma-3-1b",

@@ -173,7 +173,7 @@ def _check_shape(path: str, config: Mapping[str, Any], network: Network) -> None
         ignored_fields.add("vision")  # reads no images
     folder_fields, network_fields = (
         dataclasses.asdict(folder_shape),
-        dataclasses.asdict(network.shape),
+        dataclasses.asdict(network.shape.as_published),
     )
     differing = [
         f"{field} is {folder_fields[field]} there and {network_fields[field]} in the network"

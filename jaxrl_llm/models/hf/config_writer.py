@@ -14,7 +14,13 @@ from jaxrl_llm.models.hf.config_reader import (
     architecture_from_config,
     hf_class_name,
 )
-from jaxrl_llm.models.hf.families import FAMILIES, MLA_CODEC, CheckpointFormatError, ModelFamily
+from jaxrl_llm.models.hf.families import (
+    FAMILIES,
+    MLA_CODEC,
+    MODEL_TYPE_ALIASES,
+    CheckpointFormatError,
+    ModelFamily,
+)
 
 
 def to_hf_config(
@@ -35,7 +41,7 @@ def to_hf_config(
         raise CheckpointFormatError(
             f"shape.family is {shape.family!r}; known families: {', '.join(FAMILIES)}"
         )
-    row = FAMILIES[shape.family]
+    row, shape = FAMILIES[shape.family], shape.as_published
     replaced_keys: tuple[str, ...]
     replaced_keys = (
         "rope_parameters",
@@ -46,6 +52,8 @@ def to_hf_config(
         "num_labels",
     )
     replaced_keys += ("quantization_config", "layer_types", "num_local_experts", "num_experts")
+    if (source_config or {}).get("model_type") in MODEL_TYPE_ALIASES:
+        replaced_keys += ("auto_map",)  # code that belongs to the other name
     config = {k: v for k, v in (source_config or {}).items() if k not in replaced_keys}
     keys = {**ARCHITECTURE_KEYS, **row.config_keys}
     config |= {key: getattr(shape, field) or None for field, key in keys.items()}
