@@ -198,6 +198,12 @@ def _validated_token_ids(ids: Any, location: str, vocab_size: int) -> tuple[int,
     return tokens
 
 
+def family_name(config: Mapping[str, Any]) -> str:
+    """The row of `FAMILIES` that a config's model_type names, known or not."""
+    model_type = str(config.get("model_type"))
+    return MODEL_TYPE_ALIASES.get(model_type, model_type)
+
+
 def family_and_head(config: Mapping[str, Any], source: str = "config.json") -> tuple[str, str]:
     """The family and head of a model: ("llama", "lm"), ("qwen3", "scalar"), ...
 
@@ -205,8 +211,7 @@ def family_and_head(config: Mapping[str, Any], source: str = "config.json") -> t
       CheckpointFormatError: If the family is unknown or the head is of another kind; the message
         begins with `source`.
     """
-    family = str(config.get("model_type"))
-    family = MODEL_TYPE_ALIASES.get(family, family)
+    family = family_name(config)
     if family not in FAMILIES:
         raise CheckpointFormatError(
             f"{source}: model_type is {family!r}; known families: {', '.join(FAMILIES)}"
