@@ -49,6 +49,7 @@ class LayerType:
     chunk: int = 0  # chunked attention: positions per chunk; 0: full attention
     rope: Literal["main", "local", "none"] = "main"
     experts: bool = False  # a mixture of experts instead of one MLP
+    top_keys: int = 0  # keys that a query attends to, chosen by the `KeyIndexer`; 0: all
 
 
 UNIFORM_LAYER = LayerType()  # the layer type of a uniform model
@@ -62,6 +63,15 @@ class LatentAttentionSizes:
     plain_size: int  # dims of a query or key that are not rotated; they come first
     value_size: int
     q_rank: int = 0  # of the query latent; 0: queries are projected from the hidden state
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyIndexer:
+    """The lightning indexer of sparse attention, DSA (arXiv:2512.02556, Sec. 2.1)."""
+
+    num_heads: int
+    head_size: int
+    rope_interleaved: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +173,7 @@ class Architecture:
     post_norms: bool = False  # norms of attention and MLP outputs, before the residual addition
     scale_embeddings: bool = False  # Gemma: by the square root of the hidden size
     latent: LatentAttentionSizes | None = None
+    indexer: KeyIndexer | None = None  # of layers with `top_keys`, only with `latent`
     experts: Experts | None = None
     # M-RoPE: pairs of a head that rotate with time, row and column of an image, in this order
     # (arXiv:2409.12191, Sec. 2.1); (): positions are one number.
@@ -223,10 +234,12 @@ class Architecture:
     def kv_cache_sizes(self) -> tuple[int, int, int]:
         """Heads, key dims and value dims of a token in the KV cache.
 
-        With MLA there are no values: they are the first `kv_rank` dims of the keys.
+        With MLA there are no values: they are the first `kv_rank` dims of the keys. The last dims
+        of the keys are those of the indexer, if there is one.
         """
         if self.latent:
-            return 1, self.latent.kv_rank + self.head_size - self.latent.plain_size, 0
+            key_size = self.latent.kv_rank + self.head_size - self.latent.plain_size
+            return 1, key_size + (self.indexer.head_size if self.indexer else 0), 0
         return self.num_kv_heads, self.head_size, self.head_size
 
     @property

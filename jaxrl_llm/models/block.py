@@ -25,7 +25,7 @@ class Block(nnx.Module):
         if shape.pre_norms:
             self.attention_norm = RMSNorm(build, d, shape)
         self.attention = (
-            LatentAttention(build, shape)
+            LatentAttention(build, shape, layer)
             if shape.latent
             else GroupedQueryAttention(build, shape, layer)
         )

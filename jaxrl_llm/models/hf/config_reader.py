@@ -64,6 +64,7 @@ ATTENTION_KEYS: Mapping[str, Mapping[str, str]] = {
     "full_attention": {},
     "sliding_attention": {"window": "sliding_window"},
     "chunked_attention": {"chunk": "attention_chunk_size"},
+    "indexed_attention": {"top_keys": "index_topk"},
 }
 _ORIGINAL_CONTEXT = {"original_max_positions": "original_max_position_embeddings"}
 # Required fields of `RopeScaling` and their keys, by scaling type.

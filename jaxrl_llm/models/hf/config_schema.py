@@ -17,6 +17,7 @@ _INTEGERS: Mapping[str, Range] = {
     "interleave_moe_layer_step": _LAYER_COUNT,
     "no_rope_layer_interval": _LAYER_COUNT,
     "q_lora_rank": _COUNT,
+    "index_topk_freq": _COUNT,
     "n_shared_experts": _COUNT,
     "first_k_dense_replace": _COUNT,
     "sliding_window": _COUNT,
@@ -28,6 +29,7 @@ _INTEGERS: Mapping[str, Range] = {
             *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
             *("moe_intermediate_size", "n_group", "topk_group", "attention_chunk_size"),
             *("rotary_dim", "original_max_position_embeddings"),
+            *("index_topk", "index_n_heads", "index_head_dim"),
         ),
         _SIZE,
     ),
@@ -53,6 +55,7 @@ _ROPE_FLOATS: Mapping[str, Range] = dict.fromkeys(
 _FLAGS = {
     *("tie_word_embeddings", "norm_topk_prob", "rope_interleave", "use_qk_norm"),
     *("attention_bias", "attn_temperature_tuning", "truncate", "use_sliding_window"),
+    "indexer_rope_interleave",
 }
 _LISTS = {
     "layer_types": str,
@@ -61,6 +64,8 @@ _LISTS = {
     "moe_layers": int,
     "no_rope_layers": int,
     "attn_type_list": int,
+    "mlp_layer_types": str,
+    "indexer_types": str,
 }
 _ROPE_LISTS = ("short_factor", "long_factor")
 

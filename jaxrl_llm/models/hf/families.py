@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.architecture import Architecture, LatentAttentionSizes
-from jaxrl_llm.models.hf import vision_config
+from jaxrl_llm.models.hf import indexer_config, vision_config
 
 
 class CheckpointFormatError(UserError, ValueError):
@@ -88,6 +88,13 @@ def _sparse_after_first_k(config: Config) -> Callable[[int], bool]:
     return lambda number: number >= config.get("first_k_dense_replace", 0)
 
 
+def _sparse_by_type(config: Config) -> Callable[[int], bool]:
+    types = config.get("mlp_layer_types")
+    if types is None:
+        return _sparse_after_first_k(config)
+    return lambda number: number < len(types) and types[number] == "sparse"
+
+
 def _sparse_if_listed(config: Config) -> Callable[[int], bool]:
     step = config.get("interleave_moe_layer_step", 1)
     moe_layers = config.get("moe_layers", range(step - 1, config["num_hidden_layers"], step))
@@ -101,6 +108,13 @@ _SPARSE_EVERY_N = FieldCodec(
 )
 _SPARSE_AFTER_FIRST_K = FieldCodec(
     _sparse_after_first_k, lambda shape: {"first_k_dense_replace": len(_dense_layers(shape))}
+)
+_SPARSE_BY_TYPE = FieldCodec(
+    _sparse_by_type,
+    lambda shape: {
+        "first_k_dense_replace": len(_dense_layers(shape)),
+        "mlp_layer_types": ["sparse" if kind.experts else "dense" for kind in shape.layer_types],
+    },
 )
 _SPARSE_IF_LISTED = FieldCodec(
     _sparse_if_listed,
@@ -118,6 +132,10 @@ def _alternating_attention(config: Config, number: int) -> str:
 def _patterned_attention(config: Config, number: int) -> str:
     length = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
     return "sliding_attention" if (number + 1) % length else "full_attention"
+
+
+def _indexed_attention(config: Config, number: int) -> str:
+    return "indexed_attention"
 
 
 def _every_fourth_full(config: Config, number: int) -> str:
@@ -235,6 +253,7 @@ def _write_rotary_dims(shape: Architecture) -> Fields:
 
 _QUERY_SCALE = FieldCodec(_read_query_scale, _write_query_scale)
 MLA_CODEC = FieldCodec(_read_mla, _write_mla)
+_INDEXER = FieldCodec(indexer_config.indexer_fields, indexer_config.indexer_config_keys)
 _LONG_QUERY_SCALE = FieldCodec(_read_long_query_scale, _write_long_query_scale)
 _ROPE_LAYERS = FieldCodec(_no_fields, _write_rope_layers)
 _USE_OF_WINDOW = FieldCodec(_no_fields, _write_use_of_window)
@@ -279,6 +298,27 @@ _SIGMOID_MOE = MoEFormat(
     sparse_layers=_SPARSE_AFTER_FIRST_K,
     shared_experts="n_shared_experts",
 )
+
+# DeepSeek's sparse attention: latent attention and an indexer.
+_DSA_DEFAULTS = {
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 3,
+    "index_topk": 2048,
+    "index_head_dim": 128,
+}
+_DSA: Fields = {
+    "fixed_fields": {"rope_interleaved": True},
+    "required_values": {
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
+    "codecs": (MLA_CODEC, _INDEXER),
+    "attention_type": _indexed_attention,
+    "moe": dataclasses.replace(_SIGMOID_MOE, sparse_layers=_SPARSE_BY_TYPE),
+    "module_names": {"attention.q_norm": "self_attn.q_a_layernorm"},
+    "has_mtp_layers": True,
+}
 
 # Multimodal model_type -> family of its text model, which alone is read.
 TEXT_MODEL_TYPES: Mapping[str, str] = {
@@ -516,5 +556,20 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ),
         module_names={**_MIXTRAL_MODULES, "mlp.router.selection": "block_sparse_moe"},
         has_mtp_layers=True,
+    ),
+    "deepseek_v32": ModelFamily(
+        "DeepseekV32",
+        defaults={**_DSA_DEFAULTS, "index_n_heads": 64},
+        **_DSA,
+    ),
+    "glm_moe_dsa": ModelFamily(
+        "GlmMoeDsa",
+        defaults={
+            **_DSA_DEFAULTS,
+            "index_n_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "indexer_rope_interleave": True,
+        },
+        **_DSA,
     ),
 }

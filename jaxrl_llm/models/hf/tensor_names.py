@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxrl_llm.models.architecture import Architecture, LayerStack
+from jaxrl_llm.models.architecture import Architecture, LayerStack, LayerType
 from jaxrl_llm.models.hf.families import FAMILIES
 
 # Modules of a block; a family may override them. An unlisted submodule keeps its own name.
@@ -19,6 +19,10 @@ _MODULES = {
     "attention.kv_a": "self_attn.kv_a_proj_with_mqa",
     "attention.kv_norm": "self_attn.kv_a_layernorm",
     "attention.kv_b": "self_attn.kv_b_proj",
+    "attention.indexer": "self_attn.indexer",
+    "attention.indexer.q": "self_attn.indexer.wq_b",
+    "attention.indexer.k": "self_attn.indexer.wk",
+    "attention.indexer.weights": "self_attn.indexer.weights_proj",
     "mlp_norm": "post_attention_layernorm",
     "mlp.router": "mlp.gate",
     "mlp.router.selection": "mlp.gate",  # the module that has the selection bias
@@ -159,7 +163,7 @@ def _stack_names(shape: Architecture, stack: LayerStack) -> Iterator[TensorName]
 
     if shape.pre_norms:
         yield name("attention_norm", "scale")
-    yield from _attention_names(shape, name)
+    yield from _attention_names(shape, stack.layer, name)
     if shape.post_norms:
         yield name("attention_post_norm", "scale")
     if shape.pre_norms:
@@ -175,7 +179,7 @@ def _stack_names(shape: Architecture, stack: LayerStack) -> Iterator[TensorName]
         yield name("mlp_post_norm", "scale")
 
 
-def _attention_names(shape: Architecture, name) -> Iterator[TensorName]:
+def _attention_names(shape: Architecture, layer: LayerType, name) -> Iterator[TensorName]:
     if shape.latent:
         if shape.latent.q_rank:
             yield name("attention.q_a", "kernel")
@@ -187,6 +191,11 @@ def _attention_names(shape: Architecture, name) -> Iterator[TensorName]:
         yield name("attention.kv_norm", "scale")
         yield name("attention.kv_b", "kernel")
         yield name("attention.o", "kernel")
+        if layer.top_keys:
+            for module in ("q", "k", "weights"):
+                yield name(f"attention.indexer.{module}", "kernel")
+            yield name("attention.indexer.k_norm", "scale")
+            yield name("attention.indexer.k_norm", "bias")
         return
     fused: dict[str, dict[str, object]] = {}
     if FAMILIES[shape.family].fused_qkv:
