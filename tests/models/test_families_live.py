@@ -1,6 +1,6 @@
 """Every family against transformers itself: logits, gradients, greedy decode, folders, configs.
 
-A family is a row of `TABLE`: its config class and what sets a tiny model of it apart.
+Its tiny models are those of `random_model.EXAMPLES`, and those of `VARIANTS` with other shapes.
 """
 
 import itertools
@@ -11,130 +11,18 @@ import pytest
 import tiny
 from flax import traverse_util
 
-from jaxrl_llm.models.hf import checkpoint, config_reader, safetensors_file
+from jaxrl_llm.models.hf import checkpoint, config_reader, random_model, safetensors_file
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
 from jaxrl_llm.sharding.mesh import TRAIN, shardings
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-}
-WINDOW = 24  # shorter than every row
-EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
-LATENTS = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 12,
-    "qk_rope_head_dim": 8,
-    "head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 10,
-    "num_key_value_heads": 4,
-}
-# Of many heads: a key that none of them sees has index score 0, and equals are not chosen alike.
-INDEXER = {"index_topk": 11, "index_n_heads": 24, "index_head_dim": 14, **LATENTS}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "beta_fast": 8.0,
-    "beta_slow": 1.0,
-    "original_max_position_embeddings": 64,
-}
-TABLE = {
-    "llama_yarn": ("LlamaConfig", {"rope_parameters": YARN}),
-    "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        {
-            **EXPERTS,
-            "num_experts": 4,
-            "mlp_only_layers": [0],
-            "decoder_sparse_step": 1,
-            "norm_topk_prob": False,
-        },
-    ),
-    "gemma2": (
-        "Gemma2Config",
-        {
-            "sliding_window": WINDOW,
-            "query_pre_attn_scalar": 24,
-            "attn_logit_softcapping": 5.0,
-            "final_logit_softcapping": 10.0,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "gemma3_text": (
-        "Gemma3TextConfig",
-        {
-            "num_hidden_layers": 6,
-            "sliding_window": WINDOW,
-            "query_pre_attn_scalar": 24,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-            "tie_word_embeddings": True,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            },
-        },
-    ),
-    "gpt_oss": (
-        "GptOssConfig",
-        {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": WINDOW,
-            "rope_parameters": {**YARN, "truncate": False},
-        },
-    ),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        {
-            **EXPERTS,
-            "n_routed_experts": 8,
-            "n_group": 4,
-            "topk_group": 2,
-            "n_shared_experts": 2,
-            **LATENTS,
-            "first_k_dense_replace": 1,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.707},
-        },
-    ),
-    "glm4": ("Glm4Config", {}),
-    "glm4_moe": (
-        "Glm4MoeConfig",
-        {**EXPERTS, "n_routed_experts": 4, "use_qk_norm": True, "attention_bias": True},
-    ),
-    "llama4_text": (
-        "Llama4TextConfig",
-        {
-            "num_hidden_layers": 5,
-            "no_rope_layer_interval": 3,
-            "intermediate_size_mlp": 40,
-            "num_local_experts": 4,
-            "interleave_moe_layer_step": 2,
-            "attention_chunk_size": WINDOW,
-            "floor_scale": 8,
-        },
-    ),
+TOKENS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": None}
+# Beside `EXAMPLES`: family, and the keys that differ from its example.
+VARIANTS = {
     "kimi_k2": (
-        "DeepseekV3Config",
+        "deepseek_v3",
         {
-            **EXPERTS,
-            "n_routed_experts": 8,
             "n_shared_experts": 1,
             "n_group": 1,
             "topk_group": 1,
@@ -144,14 +32,12 @@ TABLE = {
             "head_dim": 6,
             "qk_nope_head_dim": 10,
             "v_head_dim": 14,
-            "num_key_value_heads": 4,
             "first_k_dense_replace": 2,
             "routed_scaling_factor": 2.827,
         },
     ),
-    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 3}),
     "smollm3_window": (
-        "SmolLM3Config",
+        "smollm3",
         {
             "use_sliding_window": True,
             "sliding_window": 19,
@@ -160,23 +46,14 @@ TABLE = {
             "tie_word_embeddings": True,
         },
     ),
-    "olmo2": ("Olmo2Config", {"num_key_value_heads": 1}),
-    "olmo3": (
-        "Olmo3Config",
-        {
-            "sliding_window": WINDOW,
-            "rope_parameters": {
-                "full_attention": YARN,
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            },
-        },
-    ),
-    "phi3": ("Phi3Config", {"head_dim": 8, "sliding_window": 17, "tie_word_embeddings": True}),
     "phi3_longrope": (
-        "Phi3Config",
+        "phi3",
         {
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
+            "head_dim": 16,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
             "original_max_position_embeddings": 200,
             "rope_parameters": {
                 "rope_type": "longrope",
@@ -187,35 +64,11 @@ TABLE = {
             },
         },
     ),
-    "deepseek_v32": (
-        "DeepseekV32Config",
-        {
-            **EXPERTS,
-            **INDEXER,
-            "n_routed_experts": 8,
-            "n_group": 4,
-            "topk_group": 2,
-            "first_k_dense_replace": 2,
-            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.707},
-        },
-    ),
-    "glm_moe_dsa": (
-        "GlmMoeDsaConfig",
-        {
-            **EXPERTS,
-            **INDEXER,
-            "n_routed_experts": 4,
-            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
-        },
-    ),
-    "minimax_m2": (
-        "MiniMaxM2Config",
-        {
-            "num_local_experts": 6,
-            "num_experts_per_tok": 3,
-            "rope_parameters": {"rope_theta": 1000.0, "partial_rotary_factor": 0.5},
-        },
-    ),
+}
+# Families with images have tests of their own.
+TABLE = {
+    **{family: (family, {}) for family in random_model.EXAMPLES if family != "qwen2_5_vl"},
+    **VARIANTS,
 }
 LENGTHS = (40, 33)
 NUM_GREEDY = 64
@@ -223,20 +76,21 @@ NUM_GREEDY = 64
 pytestmark = [pytest.mark.parity, pytest.mark.parametrize("family", TABLE)]
 
 
-def make(torch, family):
+def make(torch, name):
     """Returns a model whose biases and norms are random too, and whose scores are clear."""
     import transformers
 
-    config_class, own = TABLE[family]
+    family, changes = TABLE[name]
     torch.manual_seed(0)
-    config = getattr(transformers, config_class)(**{**SIZES, **own})
+    keys = {**random_model.example(family, **changes), **TOKENS}
+    config = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
-        for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-            if "inv_freq" in name or "embed_scale" in name:
+        for path, parameter in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" in path or "embed_scale" in path:
                 continue
-            size, mean = (0.5, 1.0) if "norm" in name else (0.15, 0.0)
-            if "norm" in name and "gemma" in family:
+            size, mean = (0.5, 1.0) if "norm" in path else (0.15, 0.0)
+            if "norm" in path and "gemma" in family:
                 mean = 0.0
             parameter.copy_(mean + size * torch.randn_like(parameter))
     return model.eval()
