@@ -244,9 +244,9 @@ class ImportOptions(JaxOptions):
 
 
 class RandomModelOptions(JaxOptions):
-    """Writes a folder of a random model, to try a run before a model is downloaded.
+    """Writes a folder of a random model of any family.
 
-    A tiny model of --family, or one of the sizes in --model_config. Without --tokenizer it has the
+    For tests, and to try a run before a model is downloaded. A tiny model of --family, or one of the sizes in --model_config. Without --tokenizer it has the
     built-in tokenizer of characters.
     """
 

@@ -16,6 +16,11 @@ def main(options: RandomModelOptions) -> None:
     else:
         config = random_model.example(options.family, vocab_size=len(tokenizer))
     random_model.save(
-        options.out, config, seed=options.seed, dtype=options.dtype, tokenizer=tokenizer
+        options.out,
+        config,
+        seed=options.seed,
+        dtype=options.dtype,
+        tokenizer=tokenizer,
+        source=options.model_config or "config.json",
     )
     logging.info("a random model of family %s is in %s", config["model_type"], options.out)

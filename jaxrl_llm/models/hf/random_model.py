@@ -181,6 +181,7 @@ def save(
     seed: int = 0,
     dtype: str = "float32",
     tokenizer: Any = None,
+    source: str = "config.json",
 ) -> None:
     """Writes a model folder with random weights: normal(0.02), norms one, biases zero.
 
@@ -190,12 +191,13 @@ def save(
       config: Contents of a config.json: of `example`, or of any model of a known family.
       dtype: Of the stored tensors: "float32", "bfloat16" or "float16".
       tokenizer: Its files are written too; None: none are.
+      source: What error messages call the config.
 
     Raises:
       CheckpointFormatError: If the config cannot be read, the tokenizer has more tokens than the
         vocabulary, or the folder holds something other than an earlier export.
     """
-    network = Network(config_reader.architecture_from_config(config))
+    network = Network(config_reader.architecture_from_config(config, source))
     with jax.default_device(jax.local_devices()[0]):
         params = jax.jit(network.init)(jax.random.key(seed))
     checkpoint.save(folder, network, params, tokenizer, source_config=config, dtype=dtype)
