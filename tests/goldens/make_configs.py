@@ -165,6 +165,14 @@ MODELS |= {
             "rope_parameters": {"rope_type": "default", "rope_theta": 250000.0},
         },
     ),
+    "DeepSeek-V3.2": (
+        "DeepseekV32",
+        {"rope_parameters": MODELS["DeepSeek-V3"][1]["rope_parameters"]},
+    ),
+    "GLM-5": (
+        "GlmMoeDsa",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+    ),
     "MiniMax-M2": (
         "MiniMaxM2",
         {

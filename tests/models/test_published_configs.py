@@ -12,6 +12,7 @@ import pytest
 from jaxrl_llm.models.architecture import (
     Architecture,
     Experts,
+    KeyIndexer,
     LatentAttentionSizes,
     LayerType,
     RopeScaling,
@@ -47,6 +48,7 @@ UNTIED = {"tie_embeddings": False}
 GEMMA = {"act": "gelu", "norm_offset": 1.0, "post_norms": True, "scale_embeddings": True}
 OLMO = {"wide_qk_norm": True, "pre_norms": False, "post_norms": True, "rope_theta": 5e5, **UNTIED}
 EXPERTS = LayerType(experts=True)
+SPARSE_EXPERTS = LayerType(experts=True, top_keys=2048)
 LOCAL, CHUNK = LayerType(window=512, rope="local"), LayerType(chunk=8192, experts=True)
 SHAPES = {
     "Llama-3.2-1B": shape(
@@ -229,8 +231,49 @@ SHAPES = {
         ),
         **UNTIED,
     ),
-    "SmolLM3-3B": shape(
-        "smollm3",
+    "DeepSeek-V3.2": shape(
+        "deepseek_v32",
+        (129280, 7168, 18432),
+        (61, 128, 128, 192),
+        max_positions=163840,
+        rope_scaling=RopeScaling(40.0, original_max_positions=4096, kind="yarn"),
+        layers=(LayerType(top_keys=2048),) * 3 + (SPARSE_EXPERTS,) * 58,
+        rope_size=64,
+        rope_interleaved=True,
+        query_scale=0.1352337788608801,
+        latent=LatentAttentionSizes(512, 128, 128, 1536),
+        indexer=KeyIndexer(64, 128),
+        experts=Experts(
+            256,
+            8,
+            2048,
+            shared_size=2048,
+            scores="sigmoid",
+            scale=2.5,
+            selection_bias=True,
+            groups=8,
+            top_groups=4,
+        ),
+        **UNTIED,
+    ),
+    "GLM-5": shape(
+        "glm_moe_dsa",
+        (154880, 6144, 12288),
+        (78, 64, 64, 256),
+        max_positions=202752,
+        rope_theta=1e6,
+        norm_eps=1e-5,
+        layers=(LayerType(top_keys=2048),) * 3 + (SPARSE_EXPERTS,) * 75,
+        rope_size=64,
+        rope_interleaved=True,
+        latent=LatentAttentionSizes(512, 192, 256, 2048),
+        indexer=KeyIndexer(32, 128, rope_interleaved=True),
+        experts=Experts(
+            256, 8, 2048, shared_size=2048, scores="sigmoid", scale=2.5, selection_bias=True
+        ),
+        **UNTIED,
+    ),
+    "SmolLM3-3B": shape(        "smollm3",
         (128256, 2048, 11008),
         (36, 16, 4, 128),
         max_positions=65536,
@@ -320,6 +363,16 @@ REFUSED = [
         {"rope_parameters": {"rope_type": "su", "short_factor": [0.0], "long_factor": "x"}},
         "each rope_parameters.short_factor must be a number .*long_factor must be a list",
     ),
+    ("MiniMax-M2", {"rotary_dim": 32}, "rotary_dim is 32 and rope_parameters.partial_rotary_factor"),
+    ("DeepSeek-V3.2", {"index_topk": 0}, "index_topk must be an integer"),
+    ("DeepSeek-V3.2", {"q_lora_rank": None}, "q_lora_rank must be above 0: the indexer"),
+    ("DeepSeek-V3.2", {"rope_interleave": False}, "rope_interleave must be true"),
+    ("DeepSeek-V3.2", {"index_head_dim": 32}, "index_head_dim is 32; its first qk_rope_head_dim=64"),
+    ("DeepSeek-V3.2", {"layer_types": ["full_attention"] * 60}, "of 60 layers, num_hidden_layers"),
+    ("GLM-5", {"index_topk_freq": 4}, "layers that share the selected keys of an earlier layer"),
+    ("GLM-5", {"indexer_types": ["full", "shared"] * 39}, "indexer_types .* must be 'full' for all"),
+    ("GLM-5", {"mlp_layer_types": ["dense"] * 77}, "mlp_layer_types must be 'dense' or 'sparse' for"),
+    ("gemma-2-9b", {"layer_types": ["indexed_attention"] * 42}, "only full_attention, sliding_"),
     ("MiniMax-M2", {"attn_type_list": [0, 1]}, "attn_type_list must be 1 for all layers"),
     ("MiniMax-M2", {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'; only 'per_layer'"),
     ("MiniMax-M2", {"shared_intermediate_size": 8}, "shared_intermediate_size is 8; only 0"),
