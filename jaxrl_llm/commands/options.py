@@ -246,7 +246,8 @@ class ImportOptions(JaxOptions):
 class RandomModelOptions(JaxOptions):
     """Writes a folder of a random model of any family.
 
-    For tests, and to try a run before a model is downloaded. A tiny model of --family, or one of the sizes in --model_config. Without --tokenizer it has the
+    For tests, and to try a run before a model is downloaded.
+    A tiny model of --family, or one of the sizes in --model_config. Without --tokenizer it has the
     built-in tokenizer of characters.
     """
 

@@ -47,7 +47,7 @@ DEFAULT_SCORING = AttentionScoring()
 
 
 class KeyIndex(NamedTuple):
-    """What the indexer of a sparse attention layer says of queries and keys."""
+    """Index queries, keys and head weights of a sparse attention layer (DSA)."""
 
     q: Float[Array, "B T heads size"]
     k: Float[Array, "B keys size"]

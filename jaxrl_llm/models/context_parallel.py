@@ -39,9 +39,10 @@ def context_parallel_attention(
 ) -> Float[Array, "B T N value"]:
     """Causal attention within each segment; segment 0 is padding.
 
-    `whole_rows(q, k, v, segment_ids, sinks, index)` is attention of unsharded rows: without a sequence
-    axis, and of each device's local heads in the form "all_to_all". The ring supports only plain
-    attention: scores scaled by H ** -0.5, no window, cap, sinks or index, values as wide as keys.
+    `whole_rows(q, k, v, segment_ids, sinks, index)` is attention of unsharded rows: without a
+    sequence axis, and of each device's local heads in the form "all_to_all". The ring supports only
+    plain attention: scores scaled by H ** -0.5, no window, cap, sinks or index, values as wide as
+    keys.
 
     Raises:
       ValueError: If length or heads do not divide; see `padded_row_width` and `sharding_problem`.

@@ -69,7 +69,8 @@ def forward(shape: Architecture, lengths: Int[np.ndarray, " B"], num_labels: int
     """FLOPs of one forward pass over sequences of these lengths.
 
     Matmuls only: `2 T` per active weight, and in each layer `2 N (H + value)` per attended
-    query-key pair, and those of an indexer per visible pair. `num_labels` is the width of the head; 0: the vocabulary.
+    query-key pair, and those of an indexer per visible pair. `num_labels` is the width of the head;
+    0: the vocabulary.
     """
     lengths = np.asarray(lengths, np.float64)  # counts of a long run overflow 64-bit integers
     head = (num_labels or shape.vocab_size) * shape.hidden_size

@@ -57,8 +57,8 @@ def _compiler(setting: RunSetting) -> _Compiler:
     return _COMPILERS["one cpu" if is_single_cpu else setting.backend]
 
 
-# Per query and key of a block that an indexer compares: the score and the sorted numbers and indices
-# of top-k, 4 bytes each, and the mask.
+# Per query and key of a block that an indexer compares: the score and the sorted numbers and
+# indices of top-k, 4 bytes each, and the mask.
 _SELECTION_BYTES = 13.0
 
 
@@ -286,7 +286,9 @@ def _train(setting: RunSetting, roles: Sequence[str]) -> MemoryParts:
         logits=work.chunk_logits,
         temporary=work.head_chunk + buffers + work.head_copies(compiler, passes=2),
     )
-    attention_bytes = 4 * work.scores + work.selection + 2 * (work.queries + work.keys + work.values)
+    attention_bytes = (
+        4 * work.scores + work.selection + 2 * (work.queries + work.keys + work.values)
+    )
     layers = [
         base
         + MemoryParts(

@@ -260,7 +260,7 @@ AS_PUBLISHED = {
             "window_size": 112,
             "fullatt_block_indexes": [7, 15, 23, 31],
         },
-    }
+    },
 }
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from jaxrl_llm.rollout.engine import decode_attention, kv_cache, prefill
 from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.rollout.engine.requests import SamplingParams
 
-
 SLOW = pytest.mark.slow
 
 

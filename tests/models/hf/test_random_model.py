@@ -78,7 +78,10 @@ def test_folder_is_read_and_written_bit_for_bit(family, tmp_path):
     first = tensors_of(tmp_path / "first")
     assert tensors_of(tmp_path / "again") == first
     random_model.save(tmp_path / "again", config, seed=4, dtype="bfloat16")
-    assert tensors_of(tmp_path / "again")["model.embed_tokens.weight"] != first["model.embed_tokens.weight"]
+    assert (
+        tensors_of(tmp_path / "again")["model.embed_tokens.weight"]
+        != first["model.embed_tokens.weight"]
+    )
 
 
 @FAMILY
