@@ -2,8 +2,6 @@
 
 import pathlib
 
-from absl import logging
-
 from jaxrl_llm.commands.options import RandomModelOptions
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.models.hf import config_reader, random_model
@@ -23,4 +21,4 @@ def main(options: RandomModelOptions) -> None:
         tokenizer=tokenizer,
         source=options.model_config or "config.json",
     )
-    logging.info("a random model of family %s is in %s", config["model_type"], options.out)
+    print(f"{options.out}: a random model of family {config['model_type']}", flush=True)
