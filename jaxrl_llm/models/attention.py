@@ -230,12 +230,13 @@ def _blockwise_attention(
     """
     batch, length, num_heads, _ = q.shape
     mask_of = functools.partial(segment_causal_mask, window=window)
-    index_queries = () if index is None else (index.q, index.weights)
+    index_queries = None if index is None else (index.q, index.weights)
 
     def selected(mask, index_queries):
-        if not index_queries:
+        if index_queries is None:
             return mask
-        scores = index_scores(*index_queries, index.k)
+        index_q, weights = index_queries
+        scores = index_scores(index_q, weights, index.k)
         return top_visible_keys(scores, mask[:, 0], top_keys)[:, None]
 
     if length <= QUERY_BLOCK:

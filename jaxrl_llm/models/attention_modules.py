@@ -36,7 +36,7 @@ class AttentionInputs(NamedTuple):
     value_size: int = 0  # dims of the keys that are values, if `v` is None
     # Sparse attention: a query attends to its `top_keys` best keys only. The keys of the index are
     # also the last dims of `cache_entries[0]`, behind those that `q` is compared with.
-    index: KeyIndex | None = None
+    key_index: KeyIndex | None = None
     top_keys: int = 0
 
 
@@ -302,12 +302,12 @@ class LatentAttention(nnx.Module):
         cached = jnp.concatenate([kv_latent[..., None, :], k_rotated], -1)
         scoring = AttentionScoring(shape.query_scale or shape.head_size**-0.5)
         sparse: dict[str, Any] = {}
-        if self.layer.top_keys:
-            index = self.indexer(x, q_latent, table)
-            sparse = {"index": index, "top_keys": self.layer.top_keys}
         cache_entry = cached
-        if sparse:
-            cache_entry = jnp.concatenate([cached, sparse["index"].k[..., None, :]], -1)
+        if self.layer.top_keys:
+            assert q_latent is not None
+            key_index = self.indexer(x, q_latent, table)
+            sparse = {"key_index": key_index, "top_keys": self.layer.top_keys}
+            cache_entry = jnp.concatenate([cached, key_index.k[..., None, :]], -1)
         if compressed:
             up = self.kv_b.weight(x.dtype).reshape(rank, -1, plain + latent.value_size)
             absorbed = jnp.einsum("btnd,rnd->btnr", q[..., :plain], up[..., :plain])

@@ -62,7 +62,7 @@ class PackedInputs(NamedTuple):
             form=form,
             whole_rows=whole_rows,
             sinks=a.scoring.sinks,
-            index=a.index,
+            index=a.key_index,
         )
         return mixed, None
 

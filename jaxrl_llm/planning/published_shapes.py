@@ -45,7 +45,9 @@ def _shape_from_hf(family: str, name: str, **config: Any) -> Architecture:
     return config_reader.architecture_from_config(config)
 
 
-def _hf_sizes(hidden, layers, heads, kv_heads, mlp, vocab) -> dict[str, int]:
+def _hf_sizes(
+    hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab: int
+) -> dict[str, int]:
     return {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -116,7 +118,7 @@ def _glm4_moe(
     )
 
 
-def _olmo(version: str, *sizes: int, vocab: int) -> Architecture:
+def _olmo(version: str, *sizes: int) -> Architecture:
     rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
     context: dict[str, Any] = {"max_position_embeddings": 4096}
     if version == "3":
@@ -124,18 +126,18 @@ def _olmo(version: str, *sizes: int, vocab: int) -> Architecture:
     return _shape_from_hf(
         f"olmo{version}",
         f"Olmo{version}",
-        **_hf_sizes(*sizes, vocab),
+        **_hf_sizes(*sizes),
         **context,
         rope_theta=500_000.0,
         rms_norm_eps=1e-6,
     )
 
 
-def _phi(*sizes: int, vocab: int, rope_theta: float, context: int) -> Architecture:
+def _phi(*sizes: int, rope_theta: float, context: int) -> Architecture:
     return _shape_from_hf(
         "phi3",
         "Phi3",
-        **_hf_sizes(*sizes, vocab),
+        **_hf_sizes(*sizes),
         rope_theta=rope_theta,
         max_position_embeddings=context,
         original_max_position_embeddings=context,
@@ -263,14 +265,14 @@ SHAPES: Mapping[str, Architecture] = {
         rope_theta=5e6,
         max_position_embeddings=65_536,
     ),
-    "OLMo-2-1124-7B": _olmo("2", 4096, 32, 32, 32, 11_008, vocab=100_352),
-    "OLMo-2-1124-13B": _olmo("2", 5120, 40, 40, 40, 13_824, vocab=100_352),
-    "OLMo-2-0325-32B": _olmo("2", 5120, 64, 40, 8, 27_648, vocab=100_352),
-    "Olmo-3-7B": _olmo("3", 4096, 32, 32, 32, 11_008, vocab=100_278),
-    "Olmo-3-1025-7B": _olmo("3", 4096, 32, 32, 32, 11_008, vocab=100_278),
-    "Olmo-3-32B": _olmo("3", 5120, 64, 40, 8, 27_648, vocab=100_278),
-    "Olmo-3-1125-32B": _olmo("3", 5120, 64, 40, 8, 27_648, vocab=100_278),
-    "phi-4": _phi(5120, 40, 40, 10, 17_920, vocab=100_352, rope_theta=250_000.0, context=16_384),
+    "OLMo-2-1124-7B": _olmo("2", 4096, 32, 32, 32, 11_008, 100_352),
+    "OLMo-2-1124-13B": _olmo("2", 5120, 40, 40, 40, 13_824, 100_352),
+    "OLMo-2-0325-32B": _olmo("2", 5120, 64, 40, 8, 27_648, 100_352),
+    "Olmo-3-7B": _olmo("3", 4096, 32, 32, 32, 11_008, 100_278),
+    "Olmo-3-1025-7B": _olmo("3", 4096, 32, 32, 32, 11_008, 100_278),
+    "Olmo-3-32B": _olmo("3", 5120, 64, 40, 8, 27_648, 100_278),
+    "Olmo-3-1125-32B": _olmo("3", 5120, 64, 40, 8, 27_648, 100_278),
+    "phi-4": _phi(5120, 40, 40, 10, 17_920, 100_352, rope_theta=250_000.0, context=16_384),
 }
 
 

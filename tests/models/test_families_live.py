@@ -68,16 +68,76 @@ VARIANTS = {
 # All rows are longer than the original context; `generate` changes the factors within a sequence.
 VARIANTS["phi3_long"] = ("phi3", {**VARIANTS["phi3_longrope"][1]})
 VARIANTS["phi3_long"][1]["original_max_position_embeddings"] = 32
+OF_TEXT = [family for family in random_model.EXAMPLES if family != "qwen2_5_vl"]
+ODD_SEEDS = (1, 2)
+
+
+def odd_sizes(family, seed):
+    """Keys of a model whose sizes have little to do with each other."""
+    random = np.random.default_rng([seed, *family.encode()])
+    pick = lambda *values: values[random.integers(len(values))]  # noqa: E731
+    example = random_model.example(family)
+    heads = pick(2, 3, 6)
+    sizes = {
+        "hidden_size": pick(20, 36, 52),
+        "intermediate_size": pick(28, 44),
+        "num_hidden_layers": pick(3, 5),
+        "num_attention_heads": heads,
+        "num_key_value_heads": pick(1, heads),
+        "head_dim": pick(8, 12, 20),
+        "tie_word_embeddings": bool(pick(0, 1)),
+    }
+    if "sliding_window" in example:
+        sizes["sliding_window"] = pick(3, 7, 31)
+    if "attention_chunk_size" in example:
+        sizes["attention_chunk_size"] = pick(3, 31)
+    if "layer_types" in example:
+        kinds = ["sliding_attention", "full_attention"]
+        sizes["layer_types"] = [pick(*kinds) for _ in range(sizes["num_hidden_layers"])]
+    if "mlp_layer_types" in example:
+        sizes["mlp_layer_types"] = [pick("dense", "sparse") for _ in range(5)][
+            : sizes["num_hidden_layers"]
+        ]
+    if family == "qwen2" or "gemma" in family:  # whose heads divide the hidden size
+        sizes["hidden_size"] = heads * sizes["head_dim"]
+    if "kv_lora_rank" in example:
+        rope = pick(4, 6)
+        sizes |= {"num_key_value_heads": heads, "head_dim": rope, "qk_rope_head_dim": rope}
+        sizes |= {"qk_nope_head_dim": pick(5, 14), "v_head_dim": pick(7, 16)}
+        sizes |= {"kv_lora_rank": pick(9, 18), "q_lora_rank": pick(11, 24)}
+    if "index_topk" in example:
+        sizes |= {"index_topk": pick(3, 17), "index_head_dim": pick(6, 16)}
+    return sizes
+
+
 # Families with images have tests of their own.
 TABLE = {
-    **{family: (family, {}) for family in random_model.EXAMPLES if family != "qwen2_5_vl"},
+    **{family: (family, {}) for family in OF_TEXT},
     **VARIANTS,
+    **{
+        f"{family}, odd {seed}": (family, odd_sizes(family, seed))
+        for family in OF_TEXT
+        for seed in ODD_SEEDS
+    },
 }
 LENGTHS = (40, 33)
 NUM_GREEDY = 64
 
 pytestmark = pytest.mark.parity
-ALL = pytest.mark.parametrize("family", TABLE)
+
+
+def rows_of_table(*excluded):
+    return pytest.mark.parametrize(
+        "family",
+        [
+            pytest.param(name, marks=pytest.mark.nightly if ", odd " in name else ())
+            for name in TABLE
+            if name not in excluded
+        ],
+    )
+
+
+ALL = rows_of_table()
 
 
 def make(torch, name):
@@ -195,7 +255,7 @@ def test_read_and_written_folders_are_the_same(family, dtype, torch, tmp_path):
                 assert torch.allclose(again(tokens).logits, want, atol=1e-6), name
 
 
-@pytest.mark.parametrize("family", [name for name in TABLE if name != "phi3_long"])
+@rows_of_table("phi3_long")
 def test_greedy_tokens_are_those_of_generate(family, torch, tmp_path):
     model = make(torch, family)
     model.save_pretrained(tmp_path)

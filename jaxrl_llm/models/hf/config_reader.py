@@ -409,7 +409,7 @@ def _rope_fields(config: Config, row: ModelFamily, source: str) -> Fields:
         scaling |= {f: rope[name] for f, name in YARN_KEYS.items() if rope.get(name) is not None}
         scaling["magnitude"] = _yarn_magnitude(rope)
     if kind == "longrope":
-        num_pairs = fields.get("rope_size", config["head_dim"]) // 2
+        num_pairs = (fields.get("rope_size") or config["head_dim"]) // 2
         scaling |= _longrope_fields(rope, config, f"{source}: {key}", num_pairs)
     types = RopeScaling.__annotations__
     scaling = {f: types[f](value) for f, value in scaling.items()}

@@ -118,7 +118,7 @@ def _rotary_dim_conflicts(config: Config, ropes: Mapping[str, Config]) -> Iterat
     places = {"": config, **{f"{key}.": rope for key, rope in ropes.items()}}
     for location, settings in places.items():
         fraction = settings.get("partial_rotary_factor")
-        if _is_number(fraction) and int(size * fraction) != rotary_dim:
+        if isinstance(fraction, (int, float)) and int(size * fraction) != rotary_dim:
             yield (
                 f"rotary_dim is {rotary_dim} and {location}partial_rotary_factor is {fraction} of"
                 f" heads of {size} dims; correct one of them"

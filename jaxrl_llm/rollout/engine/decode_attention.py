@@ -160,9 +160,9 @@ def cached_attention(
         visible = jnp.concatenate(
             [visibility.cached_mask[kind], visibility.recent_mask[kind]], axis=-1
         )
-        keys = cache_view.keys[layer], recent[0]
-        if projected.index is not None:
-            size = projected.index.k.shape[-1]
+        keys: tuple[Array, ...] = (cache_view.keys[layer], recent[0])
+        if projected.key_index is not None:
+            size = projected.key_index.k.shape[-1]
             index_keys = [block[:, 0, -size:] for block in keys]
             keys = tuple(block[:, :, :-size] for block in keys)
             visible = _selected_keys(projected, index_keys, visible)
@@ -190,7 +190,7 @@ def _selected_keys(
     visible: Bool[Array, "S Q keys"],
 ) -> Bool[Array, "S Q keys"]:
     """The visible keys that sparse attention selects; the keys of the index come in blocks."""
-    index = projected.index
+    index = projected.key_index
     assert index is not None
     scores = [
         index_scores(index.q, index.weights, block.astype(index.q.dtype).swapaxes(1, 2))
