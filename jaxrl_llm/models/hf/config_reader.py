@@ -437,7 +437,8 @@ def _longrope_fields(rope: Config, config: Config, location: str, num_pairs: int
     factor = rope.get("factor") or config.get("max_position_embeddings", original) / original
     magnitude = rope.get("attention_factor")
     if magnitude is None:
-        magnitude = math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        is_longer = factor > 1 < original
+        magnitude = math.sqrt(1.0 + math.log(factor) / math.log(original)) if is_longer else 1.0
     return {"factor": factor, "magnitude": magnitude}
 
 

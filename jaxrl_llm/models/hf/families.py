@@ -244,7 +244,8 @@ def _read_rotary_dims(config: Config) -> Fields:
     """The rotated dims of MiniMax-M2, in its published files a key of its own."""
     if set(config.get("attn_type_list", [1])) != {1}:
         raise ValueError("attn_type_list must be 1 for all layers: no linear attention is read")
-    return {"rope_size": config["rotary_dim"]} if "rotary_dim" in config else {}
+    rotated = config.get("rotary_dim", config["head_dim"])
+    return {"rope_size": rotated} if rotated != config["head_dim"] else {}
 
 
 def _write_rotary_dims(shape: Architecture) -> Fields:

@@ -170,6 +170,7 @@ def cached_attention(
         return gathered_attention(
             projected.q, keys, values, visible, projected.scoring, projected.value_size
         )
+    assert projected.key_index is None, "see `cache_reader_for`"
     pages = cache_view.cache.keys[layer], *cache_view.cache.values[layer : layer + 1]
     if network.decode_attention:
         return network.decode_attention(
