@@ -69,6 +69,7 @@ class Example(NamedTuple):
     tokens: tuple[int, ...]
     mask: tuple[bool, ...]  # tokens that count in the loss
     images: tuple[PromptImage, ...] = ()
+    desirable: bool = True  # its label, for losses on single answers
 
 
 class PreferencePair(NamedTuple):

@@ -1,4 +1,4 @@
-"""Training losses: policy, critic, SFT, reward models, direct preferences.
+"""Training losses: policy, critic, SFT, reward models.
 
 A row of [B, T] is one whole sequence, also when the network saw several packed together.
 `denominators` and `num_pairs` (at least 1) are of the whole minibatch. A tie of two scores counts
@@ -25,7 +25,6 @@ from jaxrl_llm.algorithms.lookup import FunctionError, call_by_name, resolve
 from jaxrl_llm.algorithms.masked import Mask, PerToken, Scalar, zero_outside
 from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
 from jaxrl_llm.config import AlgorithmConfig
-from jaxrl_llm.config.algorithm import PreferenceLossConfig
 from jaxrl_llm.types import Minibatch
 
 PerPair = Float[Array, " pairs"]
@@ -203,62 +202,5 @@ def bradley_terry(
         "reward_model/loss": loss,
         "reward_model/accuracy": masked.sum(0.5 * (jnp.sign(margins) + 1.0), pair_mask) / num_pairs,
         "reward_model/margin": masked.sum(margins, pair_mask) / num_pairs,
-    }
-    return loss, jax.lax.stop_gradient(metrics)
-
-
-def dpo(
-    config: PreferenceLossConfig,
-    chosen_ratios: PerPair,
-    rejected_ratios: PerPair,
-    chosen_tokens: PerPair,
-    rejected_tokens: PerPair,
-    pair_mask: Bool[Array, " pairs"],
-    num_pairs: Scalar | float,
-) -> LossAndMetrics:
-    """Returns the loss of direct preference optimization: the mean over pairs of one of
-
-        sigmoid   -(1 - s) log sigmoid(margin) - s log sigmoid(-margin)
-        robust    (-(1 - s) log sigmoid(margin) + s log sigmoid(-margin)) / (1 - 2 s)
-        ipo       (chosen_ratio / chosen_tokens - rejected_ratio / rejected_tokens - 1/(2 beta))**2
-        hinge     max(0, 1 - margin)
-
-    with `margin = beta (chosen_ratio - rejected_ratio)` and `s` the label smoothing. A ratio is the
-    sum over an answer's tokens of log-prob minus the reference's. Metrics are of the implied
-    rewards, `beta` times a ratio; a tie is no success here. arXiv:2305.18290, Eq. 7; its section on
-    conservative DPO; arXiv:2403.00409; arXiv:2310.12036, Eq. 17; arXiv:2305.10425.
-    Deviation: ratios of `ipo` are means over the tokens, so that long answers weigh no more.
-
-    >>> one = jnp.array([1.0])
-    >>> loss, metrics = dpo(PreferenceLossConfig(beta=0.5), one, -one, one, one, one > 0, 1.0)
-    >>> print(f"{loss:.4f}", metrics["rewards/margins"])
-    0.3133 1.0
-    """
-    ratios = zero_outside(pair_mask, chosen_ratios, rejected_ratios)
-    beta, smoothing = config.beta, config.label_smoothing
-    chosen, rejected = (beta * ratio for ratio in ratios)
-    margins = chosen - rejected
-    right, wrong = jax.nn.log_sigmoid(margins), jax.nn.log_sigmoid(-margins)
-    if config.loss == "sigmoid":
-        each = -(1.0 - smoothing) * right - smoothing * wrong
-    elif config.loss == "robust":
-        each = (-(1.0 - smoothing) * right + smoothing * wrong) / (1.0 - 2.0 * smoothing)
-    elif config.loss == "ipo":
-        lengths = (jnp.maximum(tokens, 1.0) for tokens in (chosen_tokens, rejected_tokens))
-        means = [ratio / length for ratio, length in zip(ratios, lengths, strict=True)]
-        each = jnp.square(means[0] - means[1] - 0.5 / beta)
-    else:
-        each = jax.nn.relu(1.0 - margins)
-
-    def mean(values: PerPair) -> Scalar:
-        return masked.sum(values, pair_mask) / num_pairs
-
-    loss = mean(each)
-    metrics = {
-        "dpo/loss": loss,
-        "rewards/chosen": mean(chosen),
-        "rewards/rejected": mean(rejected),
-        "rewards/margins": mean(margins),
-        "rewards/accuracies": mean((margins > 0).astype(margins.dtype)),
     }
     return loss, jax.lax.stop_gradient(metrics)

@@ -26,17 +26,45 @@ def is_import_path(name: str) -> bool:
 
 
 class PreferenceLossConfig(ConfigGroup):
-    """The loss of direct preference optimization (docs/jobs.md)."""
+    """The loss of preference optimization (docs/jobs.md)."""
 
-    loss: Literal["sigmoid", "robust", "ipo", "hinge"] = "sigmoid"
+    loss: Name = "sigmoid"
+    # Hyperparameters of the loss, as `AlgorithmConfig.loss_args` are.
+    loss_args: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     beta: Annotated[float, Range("(0, 1000]")] = 0.1  # pull to the reference
-    # Share of pairs that are taken to be the wrong way round; of "sigmoid" and "robust".
+    # Share of pairs that are taken to be the wrong way round, for losses that smooth.
     label_smoothing: Annotated[float, Range("[0, 0.5)")] = 0.0
 
+    @property
+    def reads_labels(self) -> bool:
+        """Whether rows are single answers with a label, not pairs."""
+        return self.loss in recipes.LABEL_LOSSES
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the loss compares the policy with a reference; a user's own loss may."""
+        return self.loss not in recipes.REFERENCE_FREE_LOSSES
+
     def rules(self) -> Problems:
-        if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
-            message = f"no effect on loss={self.loss!r}; set it to 0, or use 'sigmoid' or 'robust'"
+        known = *recipes.PAIR_LOSSES, *recipes.LABEL_LOSSES
+        own = is_import_path(self.loss)
+        if self.loss not in known and not own:
+            remedy = "; or your own as 'package.module:function' or 'path/file.py:function'"
+            yield "loss", f"unknown loss {self.loss!r}; known: {', '.join(known)}{remedy}"
+        smooths = own or self.loss in recipes.SMOOTHED_LOSSES
+        if self.label_smoothing and not smooths:
+            use = ", ".join(map(repr, recipes.SMOOTHED_LOSSES))
+            message = f"no effect on loss={self.loss!r}; set it to 0, or use one of {use}"
             yield "label_smoothing", message
+        if self.loss == "exo_pair" and not self.label_smoothing:
+            message = "0, but loss='exo_pair' divides by it; set it above 0 (the paper: 0.001)"
+            yield "label_smoothing", message
+
+    def batch_rules(self, batch_size: int) -> Problems:
+        """Yields a batch size, of the trainer, that the loss cannot use."""
+        if self.loss == "kto" and batch_size < 2:
+            message = f"{batch_size}, but dpo.loss='kto' needs the answers of two prompts; use 2"
+            yield "trainer.batch_size", f"{message} or more"
 
 
 class AlgorithmConfig(ConfigGroup):

@@ -103,6 +103,11 @@ class JobConfig(ConfigGroup):
         return None
 
     @property
+    def preference_loss(self) -> PreferenceLossConfig | None:
+        """The loss of preference optimization, in the group `dpo`; None: another job."""
+        return None
+
+    @property
     def answers_prompts(self) -> bool:
         """Whether evaluations also sample and score responses, besides the held-out loss."""
         return False
@@ -254,7 +259,7 @@ class SFTConfig(PolicyConfig):
 
 
 class DPOConfig(PolicyConfig):
-    """Direct preference optimization of the policy on pairs of chosen and rejected answers."""
+    """Preference optimization of the policy on pairs of answers, or on answers with a label."""
 
     job: Literal["dpo"] = "dpo"
     reference: learner.ReferenceConfig = learner.ReferenceConfig()
@@ -262,9 +267,21 @@ class DPOConfig(PolicyConfig):
 
     unread = PolicyConfig.unread | {"data.arithmetic_errors", "trainer.tower_learning_rate"}
 
+    def rules(self) -> Problems:
+        yield from super().rules()
+        yield from self.dpo.batch_rules(self.trainer.batch_size)
+
     @property
-    def reference_folder(self) -> str:
-        return self.reference.path
+    def preference_loss(self) -> PreferenceLossConfig:
+        return self.dpo
+
+    @property
+    def reference_folder(self) -> str | None:
+        return self.reference.path if self.dpo.reads_reference else None
+
+    def warnings(self) -> Iterator[str]:
+        yield from super().warnings()
+        yield from warnings.reference_warnings(self.dpo, self.reference)
 
 
 class RewardModelingConfig(SupervisedConfig):
@@ -476,21 +493,11 @@ class RLConfig(JobConfig):
         if self.agent.max_turn_tokens > self.rollout.max_response_tokens:
             message = f"{self.agent.max_turn_tokens} exceeds rollout.max_response_tokens="
             yield "agent.max_turn_tokens", f"{message}{self.rollout.max_response_tokens}"
-        reasons = {}  # alerts whose action "skip" can never skip an update in this run
-        if self.algorithm.old_log_probs != "recompute":
-            reasons["log_prob_difference"] = (
-                "old_log_probs='rollout' takes the engine's for the policy's own; use 'recompute'"
-            )
-        elif self.num_updates == self.trainer.num_steps:
-            reasons["kl"] = (
-                "a step has one update, before which the policy has not moved;"
-                " use 'continue' or 'stop', or a smaller trainer.minibatch_size"
-            )
-        if not (self.rewards.functions or self.rewards.cost_functions):
-            reasons["reward_failures"] = "no reward function is called; use 'off'"
-        for name, reason in reasons.items():
-            if getattr(self.alerts, name).action == "skip":
-                yield f"alerts.{name}.action", f"'skip' would never skip: {reason}"
+        yield from self.alerts.skip_rules(
+            engine_log_probs=self.algorithm.old_log_probs != "recompute",
+            one_update=self.num_updates == self.trainer.num_steps,
+            calls_rewards=bool(self.rewards.functions or self.rewards.cost_functions),
+        )
         tasks = "arithmetic", "files"
         for group in ("models", "cost_models"):
             for name, model in getattr(self.rewards, group).items():

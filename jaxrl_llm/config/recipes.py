@@ -17,6 +17,15 @@ AGGREGATIONS = (
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )  # fmt: skip
+# Of pairs, and of single answers with a label.
+PAIR_LOSSES = (
+    "sigmoid", "robust", "ipo", "hinge", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair",
+    "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "cpo", "simpo",
+    "orpo",
+)  # fmt: skip
+LABEL_LOSSES = ("kto", "apo_zero_unpaired", "bco")
+REFERENCE_FREE_LOSSES = ("sft", "cpo", "simpo", "orpo")
+SMOOTHED_LOSSES = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired", "cpo", "simpo")
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+")
 _LEVELS = ("token", "seq_sum", "seq_mean")
 REJECTIONS = (

@@ -35,7 +35,8 @@ def truncate_example(row: Example, most: int, long_rows: LongRows, where: str) -
         )
     if long_rows == "drop":
         return None
-    truncated = Example(truncate(row.tokens, most, long_rows), truncate(row.mask, most, long_rows))
+    tokens, mask = (truncate(values, most, long_rows) for values in (row.tokens, row.mask))
+    truncated = row._replace(tokens=tokens, mask=mask)
     return truncated if any(truncated.mask) else None
 
 
