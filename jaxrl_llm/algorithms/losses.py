@@ -162,11 +162,18 @@ def policy_objective(
 
 
 def token_cross_entropy(
-    log_probs: PerToken, likeliest: PerToken, loss_mask: Mask, denominators: Denominators
+    log_probs: PerToken,
+    likeliest: PerToken,
+    loss_mask: Mask,
+    denominators: Denominators,
+    weighs_by_probability: bool = False,
 ) -> LossAndMetrics:
     """Returns the mean over the minibatch's tokens of `-log_probs`, also as `sft/loss`.
 
     `likeliest` is 1 at tokens than which none was likelier; `sft/token_accuracy` is its mean.
+    `weighs_by_probability` makes it DFT, `-stop_gradient(exp(log_probs)) log_probs`: the gradient
+    of a reward of 1 for each token, which an unlikely token does not dominate.
+    Wu et al., arXiv:2508.05629, Eq. 9.
 
     >>> loss, metrics = token_cross_entropy(
     ...     jnp.array([[-1.0, -3.0, jnp.nan]]), jnp.array([[1.0, 0.0, 1.0]]),
@@ -175,7 +182,8 @@ def token_cross_entropy(
     2.0 0.5
     """
     log_probs, likeliest = zero_outside(loss_mask, log_probs, likeliest)
-    loss = token_mean(-log_probs, loss_mask, denominators)
+    weights = jax.lax.stop_gradient(jnp.exp(log_probs)) if weighs_by_probability else 1.0
+    loss = token_mean(-weights * log_probs, loss_mask, denominators)
     accuracy = token_mean(likeliest, loss_mask, denominators)
     return loss, jax.lax.stop_gradient({"sft/loss": loss, "sft/token_accuracy": accuracy})
 

@@ -223,7 +223,7 @@ BASELINES: dict[str, Callable[..., Float[Array, " answers"]]] = {
 
 
 def baselines(
-    config: PreferenceLossConfig, available: Mapping[str, PerAnswer]
+    config: PreferenceLossConfig, available: Mapping[str, PerAnswer | AnswerMask]
 ) -> Float[Array, " answers"]:
     """Returns the baselines of a loss of `BASELINES`, from the answers of the whole batch.
 

@@ -34,8 +34,7 @@ from jaxrl_llm.errors import ConfigError
 class JobConfig(ConfigGroup):
     """Settings common to all jobs, and the properties in which jobs differ.
 
-    Each subclass adds its own settings and the name of the job. Other modules use these properties
-    and never check the class.
+    Subclasses add their settings. Other modules use these properties and never check the class.
     """
 
     job: str = ""
@@ -56,6 +55,8 @@ class JobConfig(ConfigGroup):
     learns_from_samples = False
     # Whether rows may have images; pairs of answers have none.
     reads_images = False
+    # Whether SFT weighs each token by its probability.
+    weighs_by_probability = False
     # The setting behind `sequences_per_update`.
     update_size_setting = "trainer.batch_size"
 
@@ -254,8 +255,13 @@ class SFTConfig(PolicyConfig):
     """Supervised fine-tuning of the policy."""
 
     job: Literal["sft"] = "sft"
+    loss: Literal["cross_entropy", "dft"] = "cross_entropy"
 
     reads_images = True
+
+    @property
+    def weighs_by_probability(self) -> bool:
+        return self.loss == "dft"
 
 
 class DPOConfig(PolicyConfig):
@@ -533,10 +539,9 @@ class RLConfig(JobConfig):
         return rates
 
     def warnings(self) -> Iterator[str]:
-        algorithm = self.algorithm
+        algorithm, longest = self.algorithm, self.rollout.max_response_tokens
         yield from super().warnings()
         yield from warnings.sampling_warnings(self.rollout)
-        longest = self.rollout.max_response_tokens
         yield from warnings.algorithm_warnings(algorithm, longest)
         yield from warnings.reward_warnings(self.rewards, self.agent.gives_rewards)
         yield from self.agent.warnings()

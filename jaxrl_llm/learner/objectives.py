@@ -214,7 +214,9 @@ def sft(config: JobConfig, models: Models) -> Objective:
         log_probs, is_argmax = answer_log_probs(config, outputs, batch)
         mask = outputs.microbatch.take(batch.mask)
         denominators = minibatch_denominators(batch.mask)
-        return losses.token_cross_entropy(log_probs, is_argmax, mask, denominators)
+        return losses.token_cross_entropy(
+            log_probs, is_argmax, mask, denominators, config.weighs_by_probability
+        )
 
     return Objective(
         name="sft",
