@@ -450,9 +450,10 @@ def _rows(config, split):
 
 
 def dpo_loss(config):
-    ratios = jnp.array([1.0, -2.0]), jnp.array([0.5, 0.25])
-    here, tokens = jnp.ones(2, bool), jnp.array([3.0, 4.0])
-    return losses.dpo(config.dpo, *ratios, tokens, tokens, here, 2.0)
+    ratios, tokens = (jnp.array([1.0, -2.0]), jnp.array([0.5, 0.25])), jnp.array([3.0, 4.0])
+    sums = [AnswerSums(x, x - 5.0, tokens, x, tokens, 0 * x) for x in ratios]
+    counts = AnswerCounts(2.0, 2.0, 7.0, 9.0)
+    return pair_objective(config.dpo, *sums, jnp.ones(2, bool), counts)
 
 
 def supervised_evaluation(config):

@@ -14,14 +14,12 @@ from jaxrl_llm.algorithms.aggregation import (
 from jaxrl_llm.algorithms.losses import (
     POLICY_LOSS_INPUTS,
     bradley_terry,
-    dpo,
     policy_objective,
     token_cross_entropy,
     value_loss,
 )
 from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
 from jaxrl_llm.config import AlgorithmConfig
-from jaxrl_llm.config.algorithm import PreferenceLossConfig
 from jaxrl_llm.types import Minibatch
 
 MASK = jnp.array([[True, True, True, False], [True, False, False, False]])
@@ -277,46 +275,3 @@ def test_bradley_terry_by_hand():
     # -sigmoid(-margin) / 2
     expected = [-1 / (1 + np.e) / 2, -1 / (1 + np.exp(-1)) / 2, 0]
     np.testing.assert_allclose(slope, expected, rtol=1e-5)
-
-
-def test_dpo_is_bradley_terry_on_implied_rewards():
-    draw = np.random.default_rng(0)
-    chosen, rejected, ref_chosen, ref_rejected = jnp.asarray(draw.normal(size=(4, 3)))
-    config, ones = PreferenceLossConfig(beta=0.3), jnp.ones(3)
-    ratios = chosen - ref_chosen, rejected - ref_rejected
-    loss, metrics = dpo(config, *ratios, ones, ones, PAIRS, 2.0)
-    expected, _ = bradley_terry(
-        0.3 * (chosen - ref_chosen), 0.3 * (rejected - ref_rejected), PAIRS, 2.0
-    )
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    rewards = {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")}
-    assert set(metrics) == {"dpo/loss", *rewards}
-    # A share of wrong pairs mixes the two directions; "robust" takes their expectation out.
-    swapped, _ = dpo(config, *ratios[::-1], ones, ones, PAIRS, 2.0)
-    for name, wanted in (
-        ("sigmoid", 0.9 * loss + 0.1 * swapped),
-        ("robust", (0.9 * loss - 0.1 * swapped) / 0.8),
-    ):
-        smooth = PreferenceLossConfig(beta=0.3, loss=name, label_smoothing=0.1)
-        found, _ = dpo(smooth, *ratios, ones, ones, PAIRS, 2.0)
-        np.testing.assert_allclose(found, wanted, rtol=1e-6)
-
-
-def test_ipo_and_hinge_by_hand():
-    # Margins 0.5 (2 - -2) = 2 and 0.5 (0 - 1) = -0.5; per token 2/2 + 2/4 = 1.5 and -1/4.
-    ratios = jnp.array([2.0, 0.0, NAN]), jnp.array([-2.0, 1.0, NAN])
-    tokens = jnp.array([2.0, 1.0, 0.0]), jnp.array([4.0, 4.0, 0.0])
-    for name, wanted in (("hinge", 1.5 / 2), ("ipo", (0.5**2 + 1.25**2) / 2)):
-        config = PreferenceLossConfig(loss=name, beta=0.5)
-        loss, metrics = dpo(config, *ratios, *tokens, PAIRS, 2.0)
-        np.testing.assert_allclose(loss, wanted, rtol=1e-6)
-        assert metrics["rewards/margins"] == 0.75 and metrics["rewards/accuracies"] == 0.5
-
-
-def test_dpo_at_the_reference_is_log_two_and_safe_in_padding():
-    scores, one = jnp.array([-5.0, -7.0, NAN]), jnp.zeros(3)
-    loss, slope = jax.value_and_grad(
-        lambda x: dpo(PreferenceLossConfig(), x - scores, one, one, one, PAIRS, 2.0)[0]
-    )(scores)
-    np.testing.assert_allclose(loss, np.log(2.0), rtol=1e-6)
-    np.testing.assert_allclose(slope, [-0.025, -0.025, 0.0], rtol=1e-6)
