@@ -254,6 +254,9 @@ class Minibatch:
     cost_returns: Float[Array, "B T"]
     cost_values: Float[Array, "B T"]
     correction_weights: Float[Array, "B T"]
+    # How far a step's first policy is from the one that sampled to the one after the step, in
+    # versions; zero unless log-probs are interpolated.
+    proximal_shares: Float[Array, "B T"]
 
     @classmethod
     def zeros(cls, num_rows: int, num_tokens: int) -> "Minibatch":

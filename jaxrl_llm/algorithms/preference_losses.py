@@ -105,7 +105,7 @@ def sigmoid_norm(
     rejected_tokens: PerAnswer,
     beta: float,
 ) -> PerAnswer:
-    """Returns DPO's loss of ratios per token. Lambert et al., Tülu 3, arXiv:2411.15124, Sec. 5.1.
+    """Returns DPO's loss of ratios per token. Lambert et al., Tülu 3, arXiv:2411.15124, Sec. 5.
 
     >>> one = jnp.ones(1)
     >>> print(f"{sigmoid_norm(one, -one, one, 2 * one, 2.0)[0]:.4f}")
@@ -278,7 +278,7 @@ def cpo(
 ) -> PairLosses:
     """Returns DPO's loss without a reference, plus `nll_coef` times the loss of `sft`.
 
-    Xu et al., CPO, arXiv:2401.08417, Eq. 3 to 5.
+    Xu et al., CPO, arXiv:2401.08417, Eq. 3.
 
     >>> one = jnp.ones(1)
     >>> print(f"{cpo(-one, -3 * one, 2.0, 0.5, 0.0)[0][0]:.4f}")  # 0.3133 + 0.5

@@ -189,7 +189,7 @@ def mean_kl(mismatched_ratios: PerAnswer) -> PerAnswer:
     """Returns for `kto` the KL of policy and reference, at least 0, for each row.
 
     It is estimated by the mean ratio of answers to the prompts of other rows: the policy did not
-    sample the answers, and their own prompts would favor them. arXiv:2402.01306, Sec. 4.1.
+    sample the answers, and their own prompts would favor them. arXiv:2402.01306.
 
     >>> print(mean_kl(jnp.array([3.0, -1.0])))
     [1. 1.]

@@ -84,6 +84,8 @@ def requirements(config: AlgorithmConfig) -> Requirements:
         inputs |= {"old_log_probs", "ref_log_probs"}
     if config.correction != "none" or config.rejections or config.policy_loss in SELECTIONS:
         inputs.add("old_log_probs")
+    if config.entropy_share < 1:
+        inputs.add("entropies")
     if config.safe:
         inputs |= {"values", "cost_values", "old_log_probs"}
     all_inputs = inputs | loss.names
@@ -272,6 +274,10 @@ def check_functions(config: AlgorithmConfig) -> None:
             if is_import_path(name) and not bad_arguments:
                 trace(config)
             if field == "advantage":
+                if config.old_log_probs == "interpolate" and requirements(config).old_log_probs:
+                    message = "'interpolate' has no pass before the update, whose log-probs"
+                    message += f" advantage={config.advantage!r}, or another setting, reads"
+                    problems.append(f"config.algorithm.old_log_probs: {message}; use 'recompute'")
                 for path, message in config.advantage_rules(parameters_of(function).names):
                     problems.append(f"config.algorithm.{path}: {message}")
         except FunctionError as error:

@@ -1,7 +1,6 @@
 """Configs of the jobs: RL, SFT, DPO and reward modeling, with their common base."""
 
 import dataclasses
-import math
 import operator
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -57,6 +56,8 @@ class JobConfig(ConfigGroup):
     reads_images = False
     # Whether SFT weighs each token by its probability.
     weighs_by_probability = False
+    # Whether tokens of tools and environments bear a loss.
+    scores_observations = False
     # The setting behind `sequences_per_update`.
     update_size_setting = "trainer.batch_size"
 
@@ -402,6 +403,10 @@ class RLConfig(JobConfig):
         return self.rollout.max_response_tokens
 
     @property
+    def scores_observations(self) -> bool:
+        return self.algorithm.observation_coef > 0
+
+    @property
     def has_scorers(self) -> bool:
         """Whether the run has reward or cost models, or teachers."""
         rewards = self.rewards
@@ -442,17 +447,7 @@ class RLConfig(JobConfig):
         ):
             if count > INT32_MAX:
                 yield where, f"makes {count} {what}; at most {INT32_MAX} can be, use less"
-        if 0 < sequences <= INT32_MAX and size > 0 and sequences % size:
-            small = [n for n in range(1, math.isqrt(sequences) + 1) if sequences % n == 0]
-            divisors = sorted({*small, *(sequences // n for n in small)})
-            near = sorted(sorted(divisors, key=lambda n: abs(n - size))[:2])
-            yield (
-                "trainer.minibatch_size",
-                f"{size} does not divide the {sequences} sequences of a step"
-                f" ({self.trainer.prompts_per_step} prompts x"
-                f" {self.algorithm.samples_per_prompt} samples);"
-                f" use {' or '.join(map(str, near))}",
-            )
+        yield from self.trainer.minibatch_rules(size, self.algorithm.samples_per_prompt)
         shards = self.mesh.sequence  # -1: not known before the devices are
         too_few = (
             "cannot hold one sequence of data.max_prompt_tokens + rollout.max_response_tokens ="
@@ -484,7 +479,10 @@ class RLConfig(JobConfig):
         if self.algorithm.safe and not (self.rewards.cost_functions or self.rewards.cost_models):
             message = "algorithm.safe needs a cost: add cost_models or cost_functions"
             yield "rewards.cost_models", message
+        if self.router.replay == "scoring" and self.algorithm.old_log_probs == "interpolate":
+            yield "router.replay", "'scoring' replays the pass that old_log_probs saves; use 'off'"
         yield from self._teacher_rules()
+        yield from self.rewards.term_rules(self.algorithm.dynamic_sampling_term)
         if self.agent.is_used and not self.data.chat_template:
             yield "data.chat_template", "episodes of several turns need one; set it to True"
         if self.placement.balance_every and not self.trainer.is_free_async:

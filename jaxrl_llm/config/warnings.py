@@ -57,6 +57,10 @@ def algorithm_warnings(algorithm: AlgorithmConfig, max_response_tokens: int) -> 
             "config.algorithm.kl_coef: 0 makes the KL to the reference cost a model and change"
             " nothing; raise it, or set kl_in='none'"
         )
+    if algorithm.kl_unbiased and algorithm.kl_in != "loss":
+        yield f"config.algorithm.kl_unbiased: no effect, kl_in is {algorithm.kl_in!r}"
+    if algorithm.dynamic_sampling_term and not algorithm.dynamic_sampling:
+        yield "config.algorithm.dynamic_sampling_term: no effect, dynamic_sampling is off"
     if algorithm.kl_in == "reward" and algorithm.advantage == "gdpo":
         yield (
             "config.algorithm.kl_in: 'reward' has no effect on advantage='gdpo', which normalizes"

@@ -249,6 +249,7 @@ def make_packer(config: JobConfig, meshes: Mapping[str, Mesh], policy: Network) 
         *split,
         attention_parity=flops.attention_crossover_keys(policy.shape) if share else 0,
         max_scored=config.max_scored_tokens,
+        scores_observations=config.scores_observations,
         min_efficient_tokens=row_layout.min_efficient_tokens(
             meshes["policy"].devices.flat[0].platform, split[1]
         ),

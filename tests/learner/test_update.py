@@ -128,6 +128,7 @@ def batch_of(network, width=T):
         "cost_returns": normal(1.0),
         "cost_values": normal(0.3),
         "correction_weights": np.exp(normal(0.1)),
+        "proximal_shares": np.zeros((B, T), np.float32),
     }
     padded = {k: np.pad(v, ((0, 0), (0, width - T))) for k, v in fields.items()}
     return Minibatch(lengths=lengths(), **padded)
