@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms import advantages, aggregation, kl, losses, masked, policy_losses
+from jaxrl_llm.algorithms import advantages, aggregation, kl, masked, policy_losses
 from jaxrl_llm.algorithms.preference_objectives import AnswerCounts, AnswerSums, pair_objective
 from jaxrl_llm.config import AlgorithmConfig
 from jaxrl_llm.config.algorithm import PreferenceLossConfig

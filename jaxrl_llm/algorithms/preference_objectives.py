@@ -35,13 +35,14 @@ class AnswerSums:
     text_tokens: PerAnswer  # of prompt and answer, but the first, which nothing predicts
     baselines: PerAnswer  # `BASELINES`; zero for other losses
 
-    def inside(self, mask: AnswerMask) -> "AnswerSums":
+    def within_mask(self, mask: AnswerMask) -> "AnswerSums":
         """These sums where `mask`, elsewhere those of an answer of one token of log-prob 0."""
         zeroed = AnswerSums(*masked.zero_outside(mask, *vars(self).values()))
         tokens = jnp.maximum(zeroed.tokens, 1.0)
         return dataclasses.replace(zeroed, tokens=tokens)
 
-    def named(self, prefix: str) -> dict[str, PerAnswer]:
+    def by_name(self, prefix: str) -> dict[str, PerAnswer]:
+        """The sums as a loss names them."""
         return {f"{prefix}{name}": values for name, values in vars(self).items()}
 
 
@@ -87,10 +88,10 @@ def pair_objective(
     >>> print(f"{loss:.4f}", metrics["rewards/margins"])
     0.3133 1.0
     """
-    chosen, rejected = chosen.inside(pair_mask), rejected.inside(pair_mask)
+    chosen, rejected = chosen.within_mask(pair_mask), rejected.within_mask(pair_mask)
     available = {
-        **chosen.named("chosen_"),
-        **rejected.named("rejected_"),
+        **chosen.by_name("chosen_"),
+        **rejected.by_name("rejected_"),
         "mean_chosen_tokens": jnp.maximum(counts.desirable_tokens, 1.0) / counts.rows,
         "mean_chosen_text_tokens": jnp.maximum(counts.desirable_text_tokens, 1.0) / counts.rows,
     }
@@ -141,8 +142,8 @@ def label_objective(
     >>> print(loss)
     0.5
     """
-    answers = answers.inside(mask)
-    each = _call(config, LABEL_LOSSES, {**answers.named(""), "labels": labels})
+    answers = answers.within_mask(mask)
+    each = _call(config, LABEL_LOSSES, {**answers.by_name(""), "labels": labels})
     loss = masked.sum(each, mask) / counts.rows
     kinds = {
         "chosen": (mask & labels, jnp.maximum(counts.desirable, 1.0)),
