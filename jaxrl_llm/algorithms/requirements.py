@@ -261,7 +261,7 @@ def check_functions(config: AlgorithmConfig) -> None:
             problems.append(f"config.algorithm.{field}: {_lookup_message(name, error)}")
             continue
         try:
-            bad_arguments = []
+            bad_arguments: list[str] = []
             if field == "policy_loss":
                 bad_arguments += _argument_problems(
                     "algorithm.policy_loss",
@@ -302,8 +302,11 @@ def _trace_policy_loss(config: AlgorithmConfig) -> None:
 
 
 def _trace_preference_loss(config: PreferenceLossConfig) -> None:
-    each = jax.ShapeDtypeStruct((_ROWS,), jnp.float32)
-    sums = AnswerSums(*[each] * len(dataclasses.fields(AnswerSums)))
-    mask = jax.ShapeDtypeStruct((_ROWS,), bool)
-    counts = AnswerCounts(4.0, 4.0, 8.0, 16.0)
-    jax.eval_shape(lambda *x: pair_objective(config, *x, counts)[0], sums, sums, mask)
+    def objective(ratios: jax.Array):
+        sums = AnswerSums(**{field.name: ratios for field in dataclasses.fields(AnswerSums)})
+        counts = AnswerCounts(
+            rows=1.0, desirable=1.0, desirable_tokens=1.0, desirable_text_tokens=1.0
+        )
+        return pair_objective(config, sums, sums, ratios > 0, counts)[0]
+
+    jax.eval_shape(objective, jax.ShapeDtypeStruct((_ROWS,), jnp.float32))

@@ -54,10 +54,6 @@ class JobConfig(ConfigGroup):
     learns_from_samples = False
     # Whether rows may have images; pairs of answers have none.
     reads_images = False
-    # Whether SFT weighs each token by its probability.
-    weighs_by_probability = False
-    # Whether tokens of tools and environments bear a loss.
-    scores_observations = False
     # The setting behind `sequences_per_update`.
     update_size_setting = "trainer.batch_size"
 
@@ -103,6 +99,11 @@ class JobConfig(ConfigGroup):
     def supervised_router(self) -> learner.RouterLossConfig | None:
         """Router losses during supervised training; None for jobs without them."""
         return None
+
+    @property
+    def weighs_by_probability(self) -> bool:
+        """Whether SFT weighs each token by its probability (DFT)."""
+        return False
 
     @property
     def preference_loss(self) -> PreferenceLossConfig | None:
@@ -401,10 +402,6 @@ class RLConfig(JobConfig):
     @property
     def max_scored_tokens(self) -> int:
         return self.rollout.max_response_tokens
-
-    @property
-    def scores_observations(self) -> bool:
-        return self.algorithm.observation_coef > 0
 
     @property
     def has_scorers(self) -> bool:

@@ -395,6 +395,7 @@ def labeled_examples(
         make = functools.partial(_labeled_of_row, config, tokenizer, max_tokens, report)
         return _rows_of_files(config, split, make, max_tokens, report)
     pairs = preference_pairs(config, tokenizer, split, seed, max_tokens=max_tokens)
+    assert isinstance(pairs, Sequence), "generated pairs are made at the start"
     answers = ((pair.chosen, pair.rejected._replace(desirable=False)) for pair in pairs)
     return list(itertools.chain.from_iterable(answers))
 

@@ -35,8 +35,9 @@ def truncate_example(row: Example, most: int, long_rows: LongRows, where: str) -
         )
     if long_rows == "drop":
         return None
-    tokens, mask = (truncate(values, most, long_rows) for values in (row.tokens, row.mask))
-    truncated = row._replace(tokens=tokens, mask=mask)
+    truncated = row._replace(
+        tokens=truncate(row.tokens, most, long_rows), mask=truncate(row.mask, most, long_rows)
+    )
     return truncated if any(truncated.mask) else None
 
 
