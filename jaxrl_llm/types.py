@@ -254,8 +254,7 @@ class Minibatch:
     cost_returns: Float[Array, "B T"]
     cost_values: Float[Array, "B T"]
     correction_weights: Float[Array, "B T"]
-    # How far a step's first policy is from the one that sampled to the one after the step, in
-    # versions; zero unless log-probs are interpolated.
+    # Of `corrections.interpolated_log_probs`; zero unless old log-probs are interpolated.
     proximal_shares: Float[Array, "B T"]
 
     @classmethod

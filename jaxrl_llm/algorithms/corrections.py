@@ -220,6 +220,24 @@ def interpolated_log_probs(
     return rollout_log_probs + proximal_shares * (log_probs - rollout_log_probs)
 
 
+def interpolated_weights(
+    config: AlgorithmConfig,
+    old_log_probs: PerToken,
+    rollout_log_probs: PerToken,
+    response_mask: Mask,
+) -> PerToken:
+    """Returns the weights of `correct` for interpolated log-probs, row by row, without metrics.
+
+    >>> half = jnp.full((1, 1), 0.5)
+    >>> config = AlgorithmConfig(correction="token", correction_high=1.5)
+    >>> print(interpolated_weights(config, half, -half, half > 0))
+    [[1.5]]
+    """
+    ratios = jax.lax.stop_gradient(old_log_probs - rollout_log_probs)
+    (ratios,) = masked.zero_outside(response_mask, ratios)
+    return _correction_weights(config, ratios, response_mask)[0]
+
+
 def engine_gap(old_log_probs: PerToken, rollout_log_probs: PerToken, mask: Mask) -> Metrics:
     """Returns the numbers that describe how far the engine is from the trained policy.
 

@@ -82,7 +82,9 @@ def requirements(config: AlgorithmConfig) -> Requirements:
         inputs |= _POLICY_OUTPUTS
     if config.kl_in == "reward":
         inputs |= {"old_log_probs", "ref_log_probs"}
-    if config.correction != "none" or config.rejections or config.policy_loss in SELECTIONS:
+    # With interpolated log-probs the update computes the weights.
+    corrects = config.correction != "none" and config.old_log_probs != "interpolate"
+    if corrects or config.rejections or config.policy_loss in SELECTIONS:
         inputs.add("old_log_probs")
     if config.entropy_share < 1:
         inputs.add("entropies")

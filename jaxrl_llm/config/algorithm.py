@@ -177,7 +177,7 @@ class AlgorithmConfig(ConfigGroup):
                 yield name, "drops groups of equal reward; needs samples_per_prompt >= 2"
         if self.old_log_probs == "interpolate":
             for name, needs in (
-                ("correction", self.correction != "none"),
+                ("correction_normalize", self.correction_normalize),
                 ("rejections", bool(self.rejections)),
                 ("entropy_share", self.entropy_share < 1),
                 ("kl_in", self.kl_in == "reward"),

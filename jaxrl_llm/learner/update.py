@@ -342,7 +342,12 @@ def make_updater(
                 old = corrections.interpolated_log_probs(
                     rows.rollout_log_probs, log_probs, rows.proximal_shares
                 )
-                rows = dataclasses.replace(rows, old_log_probs=old)
+                correction_weights = corrections.interpolated_weights(
+                    algorithm, old, rows.rollout_log_probs, rows.response_mask
+                )
+                rows = dataclasses.replace(
+                    rows, old_log_probs=old, correction_weights=correction_weights
+                )
             if distills:
                 teacher_rows = jax.tree.map(microbatch.take, teacher)
                 rows = (

@@ -427,6 +427,35 @@ def test_interpolated_log_probs_are_between_the_engine_and_the_policy(monkeypatc
     assert kl == pytest.approx({0.0: -0.4, 0.5: -0.2, 1.0: 0.0}, abs=1e-5)
 
 
+@pytest.mark.slow
+def test_a_correction_weighs_by_interpolated_log_probs():
+    """Every token became likelier by 0.4: half of it, a weight of exp(0.2), and at most 1.1."""
+    found = {}
+    for name, high in (("none", 2.0), ("token", 2.0), ("token", 1.1)):
+        algorithm = AlgorithmConfig(
+            old_log_probs="interpolate",
+            policy_loss="reinforce",
+            correction=name,
+            correction_high=high,
+        )
+        run = tiny_run(ONE, algorithm)
+        rows = batch_of(run.models.policy)
+        rows = dataclasses.replace(
+            rows,
+            rollout_log_probs=rows.rollout_log_probs - 0.4,
+            proximal_shares=np.full((B, T), 0.5, np.float32),
+        )
+        state = initial(run)
+        learn = updater_of(run, state)
+        after, _ = learn.update(
+            state, learn.replicate_batch(rows), packed_of(ONE, 4 * T), jax.random.key(3)
+        )
+        found[name, high] = np.asarray(after.policy.opt_state["embed"])
+    plain = found["none", 2.0]
+    for high, weight in ((2.0, np.exp(0.2)), (1.1, 1.1)):
+        np.testing.assert_allclose(found["token", high], weight * plain, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("limit, skipped", [(0.5, 1), (5.0, 0)])
 def test_an_update_beyond_the_kl_alert_is_not_taken(limit, skipped):
     alerts = AlertsConfig(kl=AlertConfig(limit=limit, action="skip"))
