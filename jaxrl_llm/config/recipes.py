@@ -118,7 +118,6 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         policy_loss="cispo",
         clip_low=1.0,
         clip_high=4.0,
-        samples_per_prompt=16,
         mask_uniform_groups=True,
     ),
     # Shrivastava et al., arXiv:2605.24517.

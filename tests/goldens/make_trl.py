@@ -2,7 +2,7 @@
 
     python tests/goldens/make_trl.py FOLDER SEED
 
-needs TRL 1.16.0 with torch 2.13.0 and transformers 5.23.0. The folder gets
+needs the extras `[goldens,parity]`; its numbers were made with transformers 5.23.0. The folder gets
 
 - `policy/`: a tiny random Llama with the tokenizer of `trl_seed0`;
 - `expected.json`: for each of `RUNS` ten optimizer steps of TRL's own trainer on that policy (CPU,
