@@ -245,10 +245,12 @@ def make_packer(config: JobConfig, meshes: Mapping[str, Mesh], policy: Network) 
     """The packer of sequences into rows that every model can split; raises as `row_split`."""
     split = row_split(config, meshes)
     share = config.trainer.shared_prompts == "auto" and attention.supports_prefixes(policy.kernel)
+    is_rl = config.learns_from_samples
     return Packer(
         *split,
         attention_parity=flops.attention_crossover_keys(policy.shape) if share else 0,
         max_scored=config.max_scored_tokens,
+        scores_observations=is_rl and config.require_rl().algorithm.observation_coef > 0,
         min_efficient_tokens=row_layout.min_efficient_tokens(
             meshes["policy"].devices.flat[0].platform, split[1]
         ),
