@@ -69,6 +69,7 @@ class Example(NamedTuple):
     tokens: tuple[int, ...]
     mask: tuple[bool, ...]  # tokens that count in the loss
     images: tuple[PromptImage, ...] = ()
+    desirable: bool = True  # its label, for losses on single answers
 
 
 class PreferencePair(NamedTuple):
@@ -253,6 +254,8 @@ class Minibatch:
     cost_returns: Float[Array, "B T"]
     cost_values: Float[Array, "B T"]
     correction_weights: Float[Array, "B T"]
+    # Of `corrections.interpolated_log_probs`; zero unless old log-probs are interpolated.
+    proximal_shares: Float[Array, "B T"]
 
     @classmethod
     def zeros(cls, num_rows: int, num_tokens: int) -> "Minibatch":

@@ -29,6 +29,7 @@ from jaxrl_llm.agents.env_manager import EnvManager
 from jaxrl_llm.agents.episode import Episode
 from jaxrl_llm.algorithms import losses, selection
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
+from jaxrl_llm.algorithms.preference_objectives import AnswerCounts, AnswerSums, pair_objective
 from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import LoraConfig, RLConfig, SFTConfig
 from jaxrl_llm.config.placement import ROLES
@@ -133,8 +134,8 @@ def rewards(scores):
     baselines = np.full_like(scores, 0.25)
     return Rewards(
         scores,
-        {"a": scores},
-        {"a": np.ones_like(scores)},
+        {"a": scores, "b": np.arange(len(scores), dtype=np.float32)},
+        {"a": np.ones_like(scores), "b": np.ones_like(scores)},
         scores,
         baselines,
         ({},) * len(scores),
@@ -449,10 +450,17 @@ def _rows(config, split):
     return make(config.data, job_models.load_tokenizer(config.model), split, config.seed)
 
 
+def sft_loss(config):
+    here, counts = jnp.asarray(MASK), minibatch_denominators(jnp.asarray(MASK))
+    weighs = config.weighs_by_probability
+    return losses.token_cross_entropy(log_probs(2), jnp.ones(MASK.shape), here, counts, weighs)
+
+
 def dpo_loss(config):
-    ratios = jnp.array([1.0, -2.0]), jnp.array([0.5, 0.25])
-    here, tokens = jnp.ones(2, bool), jnp.array([3.0, 4.0])
-    return losses.dpo(config.dpo, *ratios, tokens, tokens, here, 2.0)
+    ratios, tokens = (jnp.array([1.0, -2.0]), jnp.array([0.5, 0.25])), jnp.array([3.0, 4.0])
+    sums = [AnswerSums(x, x - 5.0, tokens, x, tokens, 0 * x) for x in ratios]
+    counts = AnswerCounts(2.0, 2.0, 7.0, 9.0)
+    return pair_objective(config.dpo, *sums, jnp.ones(2, bool), counts)
 
 
 def supervised_evaluation(config):

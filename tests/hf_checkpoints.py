@@ -11,6 +11,9 @@ import ml_dtypes
 import numpy as np
 import safetensors
 import safetensors.numpy
+from flax import traverse_util
+
+from jaxrl_llm.models.hf.tensor_names import tensor_names
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -76,3 +79,19 @@ def edit_config(folder, **changes):
     """Changes keys of a folder's config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def change_norms(network, before, after):
+    """Returns the L2 norm of each tensor's change by its name in the folder."""
+    old, new = (
+        {path: np.asarray(leaf, np.float64) for path, leaf in traverse_util.flatten_dict(t).items()}
+        for t in (before, after)
+    )
+    found = {}
+    for name in tensor_names(network.shape, network.head):
+        change = new[name.path] - old[name.path]
+        for file, each in zip(
+            name.file_names, change if name.is_stacked else [change], strict=True
+        ):
+            found[file] = np.linalg.norm(each)
+    return found

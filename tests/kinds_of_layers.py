@@ -5,7 +5,7 @@ import functools
 
 import tiny
 
-from jaxrl_llm.models.architecture import Experts, LatentAttentionSizes, LayerType
+from jaxrl_llm.models.architecture import Experts, KeyIndexer, LatentAttentionSizes, LayerType
 
 of = functools.partial(dataclasses.replace, tiny.SHAPE)
 NETWORKS = {
@@ -34,5 +34,19 @@ NETWORKS = {
         head_size=12,
         latent=LatentAttentionSizes(kv_rank=16, plain_size=8, value_size=6, q_rank=20),
         rope_interleaved=True,
+    ),
+    "indexed latents": of(
+        qkv_bias=False,
+        num_kv_heads=4,
+        head_size=12,
+        latent=LatentAttentionSizes(kv_rank=16, plain_size=8, value_size=6, q_rank=20),
+        num_layers=2,
+        layers=(LayerType(top_keys=9), LayerType(top_keys=9, experts=True)),
+        experts=Experts(num=4, per_token=2, size=12),
+        indexer=KeyIndexer(num_heads=6, head_size=10),
+        rope_interleaved=True,
+    ),
+    "norms of whole projections": of(
+        wide_qk_norm=True, pre_norms=False, post_norms=True, qkv_bias=False
     ),
 }

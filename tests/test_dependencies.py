@@ -31,7 +31,7 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
 }
 # Extras for work on this repository; the others are features of the package.
-DEVELOPMENT = {"dev", "docs", "notebook", "parity", "test"}
+DEVELOPMENT = {"dev", "docs", "goldens", "notebook", "parity", "test"}
 # Requirements of features that .ci/run does not install.
 UNPINNED = {"lm-eval", "mlflow", "trackio", "verifiers", "wandb"}
 # Plugins of jax that tests probe for; the extras `tpu` and `cuda` bring them through jax.

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms import advantages, aggregation, kl, losses, masked, policy_losses
+from jaxrl_llm.algorithms import advantages, aggregation, kl, masked, policy_losses
+from jaxrl_llm.algorithms.preference_objectives import AnswerCounts, AnswerSums, pair_objective
 from jaxrl_llm.config import AlgorithmConfig
 from jaxrl_llm.config.algorithm import PreferenceLossConfig
 
@@ -148,7 +149,13 @@ def dpo(own):
     assert np.isfinite(own.dpo(-1e5 * one, 0 * one, 0 * one, 0 * one))
     gradient = jax.grad(lambda c: own.dpo(c, -one, 0 * one, 0 * one, beta=0.5))(one)
     settings, mask = PreferenceLossConfig(beta=0.5), one > 0
-    theirs = jax.grad(lambda c: losses.dpo(settings, c, -one, one, one, mask, 2.0)[0])(one)
+    counts = AnswerCounts(2.0, 2.0, 2.0, 2.0)
+
+    def package_loss(chosen):
+        sums = (AnswerSums(x, x, one, x, one, 0 * one) for x in (chosen, -one))
+        return pair_objective(settings, *sums, mask, counts)[0]
+
+    theirs = jax.grad(package_loss)(one)
     close(gradient, theirs, rtol=1e-5)
 
 

@@ -141,6 +141,46 @@ def grpo(scores: PerRow, group_ids: GroupIds, members: RowMask, group_std: bool 
     return centered / (masked.group_deviation(scores, group_ids, members) + EPSILON)
 
 
+def maxrl(scores: PerRow, group_ids: GroupIds, members: RowMask) -> PerRow:
+    """Returns the score's distance from its group's mean, divided by the mean.
+
+        (score - mean) / (mean + 1e-6)
+
+    With scores 0 and 1 this is the gradient of the log of the success rate, as far as G samples
+    tell it: prompts that are rarely solved weigh more. A mean of 0 or less gives 0.
+    Tajwar et al., Maximum Likelihood RL, arXiv:2602.02710. Deviation: the authors' code divides
+    the score of a group of one by 1e-6, here it stays the score.
+
+    >>> scores, groups = jnp.array([1.0, 0.0, 0.0, 0.0]), jnp.zeros(4, int)
+    >>> print(maxrl(scores, groups, jnp.ones(4, bool)).round(4))
+    [ 3. -1. -1. -1.]
+    """
+    means = masked.group_mean(scores, group_ids, members)
+    centered = masked.group_centered(scores, group_ids, members)
+    positive = means > 0.0
+    scaled = jnp.where(positive, centered / (jnp.where(positive, means, 1.0) + EPSILON), 0.0)
+    return jnp.where(masked.group_size(group_ids, members) > 1.0, scaled, scores)
+
+
+def lite_ppo(
+    scores: PerRow, group_ids: GroupIds, members: RowMask, of_advantages: bool = False
+) -> PerRow:
+    """Returns the score minus its group's mean, in standard deviations of the batch's scores.
+
+        (score - mean) / (std + 1e-6)        std of all scores, with Bessel's correction
+
+    With `of_advantages` (`batch_std`) std is that of the centered scores, as in ScaleRL.
+    Liu et al., Tricks or Traps (Lite PPO), arXiv:2508.08221; Khatri et al., arXiv:2510.13786.
+
+    >>> scores, groups = jnp.array([1.0, 0.0, 5.0, 5.0]), jnp.array([0, 0, 1, 1])
+    >>> print(lite_ppo(scores, groups, jnp.ones(4, bool)).round(1))
+    [ 0.2 -0.2  0.   0. ]
+    """
+    centered = _centered(scores, group_ids, members)
+    deviation = jnp.sqrt(masked.variance(centered if of_advantages else scores, members))
+    return centered / (deviation + EPSILON)
+
+
 def grpo_turns(
     rewards: PerToken, response_mask: Mask, group_ids: GroupIds, group_std: bool = True
 ) -> PerToken:
@@ -296,6 +336,9 @@ ESTIMATORS: dict[str, Callable[..., AdvantagesAndReturns | Array]] = {
     "grpo": grpo,
     "grpo_passk": grpo_passk,
     "grpo_turns": grpo_turns,
+    "maxrl": maxrl,
+    "lite_ppo": lite_ppo,
+    "batch_std": functools.partial(lite_ppo, of_advantages=True),
     "gdpo": gdpo,
     "rloo": rloo,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,

@@ -9,6 +9,7 @@ Parameters with a default are hyperparameters of their loss, which `config.loss_
 `clip_low` and `clip_high`, which most losses share, are fields of the config.
 """
 
+import math
 from collections.abc import Callable
 from typing import Annotated
 
@@ -20,7 +21,7 @@ from jaxrl_llm.algorithms.aggregation import Denominators, LossAndMetrics, Token
 from jaxrl_llm.algorithms.kl import clip_log_ratios
 from jaxrl_llm.algorithms.masked import Mask, PerToken
 from jaxrl_llm.config import AlgorithmConfig
-from jaxrl_llm.config.validation import Range
+from jaxrl_llm.config.validation import Coefficient, Range
 
 DualClip = Annotated[float, Range("(1, inf]", "inf: off")]
 Temperature = Annotated[float, Range("[0.001, 1000]")]
@@ -264,6 +265,76 @@ def cispo(
     return -weights * advantages * log_probs, metrics
 
 
+def vespo(
+    log_probs: PerToken,
+    old_log_probs: PerToken,
+    advantages: PerToken,
+    loss_mask: Mask,
+    correction_weights: PerToken,
+    config: AlgorithmConfig,
+    denominators: Denominators,
+    k_pos: Coefficient = 2.0,
+    lambda_pos: Coefficient = 3.0,
+    k_neg: Coefficient = 3.0,
+    lambda_neg: Coefficient = 2.0,
+) -> LossAndMetrics:
+    """Returns REINFORCE weighted by a gamma density of the whole sequence's ratio.
+
+        -stop_gradient(phi(w)) A log_probs,   w = prod_t ratio_t correction_weights_t
+        phi(w) = w**k exp(lambda (1 - w)),   k, lambda = k_pos, lambda_pos if A >= 0, else _neg
+
+    phi is 1 at w = 1 and falls to both sides, so no clip is needed. w is clipped to [1e-8,
+    exp(20)], lambda is at least 1e-4. Correction weights enter w and scale nothing else. VESPO,
+    arXiv:2602.10693; defaults are those of the authors' code.
+
+    >>> one = jnp.ones((1, 2))
+    >>> loss, metrics = vespo(
+    ...     -one, -one, one, one > 0, one, AlgorithmConfig(), Denominators(2.0, 1.0))
+    >>> print(loss, metrics["actor/vespo_weight"])
+    1.0 1.0
+    """
+    log_ratios = jax.lax.stop_gradient(clip_log_ratios(log_probs - old_log_probs))
+    least = math.log(1e-8)
+    corrections = jnp.log(jnp.where(loss_mask, correction_weights, 1.0))
+    corrections = jnp.clip(jax.lax.stop_gradient(corrections), least, 20.0)
+    exponents = masked.sum(log_ratios + corrections, loss_mask, -1)[:, None]
+    exponents = jnp.clip(exponents, least, 20.0)
+    is_good = advantages >= 0.0
+    k = jnp.where(is_good, k_pos, k_neg)
+    rate = jnp.maximum(jnp.where(is_good, lambda_pos, lambda_neg), 1e-4)
+    weights = jnp.exp(rate + k * exponents - rate * jnp.exp(exponents))
+    return policy_loss(
+        config,
+        -weights * advantages * log_probs,
+        jnp.ones_like(weights),
+        loss_mask,
+        denominators,
+        ppo_kl=-log_ratios,
+        vespo_weight=weights,
+    )
+
+
+def m2po(
+    log_ratios: PerToken,
+    advantages: PerToken,
+    selection: Mask,
+) -> TokenLoss:
+    """Returns the unclipped loss `-A ratio`, 0 on the tokens of the `selection`.
+
+    They are the few tokens, of those that moved the way their advantage wants, whose squared
+    log-ratios keep the mean above a budget (`selection.m2po_tokens`). Stale samples lose far fewer
+    tokens than by a clip. Zheng et al., M2PO, arXiv:2510.01161. Deviation: the authors' code clips
+    at a bound found from the budget, and never within [0.7, 1.5]; a clipped token too has no
+    gradient.
+
+    >>> one, selection = jnp.ones((1, 2)), jnp.array([[True, False]])
+    >>> print(m2po(jnp.log(2.0) * one, one, selection)[0])
+    [[ 0. -2.]]
+    """
+    losses = jnp.where(selection, 0.0, -advantages * jnp.exp(log_ratios))
+    return losses, {"ppo_kl": -log_ratios, "pg_clipfrac": selection}
+
+
 def _trust_region_loss(
     keep: Mask,
     log_probs: PerToken,
@@ -334,5 +405,5 @@ def dppo_kl(
 
 _LOSSES = (vanilla, gspo, sapo, gpg, clip_cov, kl_cov, geo_mean, dppo_tv, dppo_kl, dro, cispo)
 POLICY_LOSSES: dict[str, Callable[..., LossAndMetrics | TokenLoss]] = {
-    loss.__name__: loss for loss in (*_LOSSES, reinforce)
+    loss.__name__: loss for loss in (*_LOSSES, vespo, m2po, reinforce)
 }

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import os
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,11 @@ from jaxrl_llm.algorithms.lookup import (
 )
 from jaxrl_llm.algorithms.losses import POLICY_LOSS_INPUTS, policy_objective
 from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
+from jaxrl_llm.algorithms.preference_losses import LABEL_LOSSES, PAIR_LOSSES
+from jaxrl_llm.algorithms.preference_objectives import AnswerCounts, AnswerSums, pair_objective
 from jaxrl_llm.algorithms.selection import SELECTIONS
 from jaxrl_llm.config import AlgorithmConfig, ConfigError, RLConfig
-from jaxrl_llm.config.algorithm import is_import_path
+from jaxrl_llm.config.algorithm import PreferenceLossConfig, is_import_path
 from jaxrl_llm.config.bridge import suggestion
 from jaxrl_llm.types import Minibatch
 
@@ -80,8 +82,12 @@ def requirements(config: AlgorithmConfig) -> Requirements:
         inputs |= _POLICY_OUTPUTS
     if config.kl_in == "reward":
         inputs |= {"old_log_probs", "ref_log_probs"}
-    if config.correction != "none" or config.rejections or config.policy_loss in SELECTIONS:
+    # With interpolated log-probs the update computes the weights.
+    corrects = config.correction != "none" and config.old_log_probs != "interpolate"
+    if corrects or config.rejections or config.policy_loss in SELECTIONS:
         inputs.add("old_log_probs")
+    if config.entropy_share < 1:
+        inputs.add("entropies")
     if config.safe:
         inputs |= {"values", "cost_values", "old_log_probs"}
     all_inputs = inputs | loss.names
@@ -143,26 +149,97 @@ def with_loss_defaults(config: AlgorithmConfig) -> AlgorithmConfig:
     return dataclasses.replace(config, loss_args={**defaults, **config.loss_args})
 
 
-def _loss_argument_problems(config: AlgorithmConfig) -> Iterator[str]:
-    loss = config.policy_loss
+def _argument_problems(
+    field: str,
+    loss: str,
+    loss_args: Mapping[str, float],
+    names: Iterable[str],
+    known_of: Callable[[str], Mapping[str, Hyperparameter]],
+) -> Iterator[str]:
+    """Problems of the `loss_args` of a loss; `field` names it, `names` are those of its table."""
+    group, _, name_of_field = field.rpartition(".")
     try:
-        known = loss_hyperparameters(loss)
+        known = known_of(loss)
     except FunctionError as error:
-        yield f"config.algorithm.policy_loss={loss!r}: {error}"
+        yield f"config.{field}={loss!r}: {error}"
         return
-    for name, value in config.loss_args.items():
-        where = f"config.algorithm.loss_args.{name}"
-        owners = [other for other in POLICY_LOSSES if name in loss_hyperparameters(other)]
+    for name, value in loss_args.items():
+        where = f"config.{group}.loss_args.{name}"
+        owners = [other for other in names if name in known_of(other)]
         if name in known:
             for message in known[name].problems(value):
                 yield f"{where}: {message}"
         elif owners:
-            message = f"a hyperparameter of policy_loss={' or '.join(map(repr, owners))}"
+            message = f"a hyperparameter of {name_of_field}={' or '.join(map(repr, owners))}"
             yield f"{where}: {message}, not of {loss!r}; remove it, or choose that loss"
         else:
             hint = suggestion(name, list(known))
-            message = f"unknown hyperparameter of policy_loss={loss!r}{hint}"
+            message = f"unknown hyperparameter of {name_of_field}={loss!r}{hint}"
             yield f"{where}: {message}; known: {', '.join(known) or 'none'}"
+
+
+def preference_hyperparameters(loss: str) -> Mapping[str, Hyperparameter]:
+    """The hyperparameters of a preference loss, `loss_hyperparameters` of `config.dpo.loss`.
+
+    >>> {name: each.default for name, each in preference_hyperparameters("discopop").items()}
+    {'tau': 0.05}
+    """
+    function = resolve(loss, {**PAIR_LOSSES, **LABEL_LOSSES}, "preference loss")
+    return hyperparameters(function)
+
+
+def with_preference_defaults(config: PreferenceLossConfig) -> PreferenceLossConfig:
+    """The config with every hyperparameter of its loss in `loss_args`, as `with_loss_defaults`.
+
+    >>> with_preference_defaults(PreferenceLossConfig(loss="cpo")).loss_args
+    {'nll_coef': 1.0}
+    """
+    known = preference_hyperparameters(config.loss)
+    defaults = {name: float(each.default) for name, each in known.items()}
+    return dataclasses.replace(config, loss_args={**defaults, **config.loss_args})
+
+
+def check_preference_loss(config: PreferenceLossConfig) -> None:
+    """Raises ConfigError, with all problems, if a preference loss cannot work.
+
+    A function named by import path is found and traced with a few pairs, as `check_functions` does.
+
+    >>> check_preference_loss(PreferenceLossConfig(loss="kto"))
+    """
+    tables = {**PAIR_LOSSES, **LABEL_LOSSES}
+    try:
+        resolve(config.loss, tables, "preference loss")
+    except Exception as error:  # whatever the user's file raises when it is imported
+        raise ConfigError([f"config.dpo.loss: {_lookup_message(config.loss, error)}"]) from error
+    problems = list(
+        _argument_problems(
+            "dpo.loss", config.loss, config.loss_args, tables, preference_hyperparameters
+        )
+    )
+    if is_import_path(config.loss) and not problems:
+        try:
+            _trace_preference_loss(config)
+        except FunctionError as error:
+            problems.append(str(error))
+        except Exception as error:  # what the user's function raises when it is traced
+            problems.append(f"config.dpo.loss: {_traced_message(config.loss, error)}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _lookup_message(name: str, error: Exception) -> str:
+    # Errors of the lookup itself begin with the name; of an import, with anything.
+    if str(error).startswith(repr(name)):
+        return str(error)
+    return f"{name!r}: {type(error).__name__}: {error}"
+
+
+def _traced_message(name: str, error: Exception) -> str:
+    file = os.path.basename(name.rpartition(":")[0])
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [each.lineno for each in frames if os.path.basename(each.filename) == file]
+    line = f"in line {lines[-1]}: " if lines else ""
+    return f"{name!r} raises {line}{type(error).__name__}: {error}"
 
 
 def check_functions(config: AlgorithmConfig) -> None:
@@ -183,30 +260,32 @@ def check_functions(config: AlgorithmConfig) -> None:
         try:
             function = resolve(name, table, field.replace("_", " "))
         except Exception as error:  # whatever the user's file raises when it is imported
-            # Errors of the lookup itself begin with the name; of an import, with anything.
-            is_lookup_error = str(error).startswith(repr(name))
-            message = (
-                str(error) if is_lookup_error else f"{name!r}: {type(error).__name__}: {error}"
-            )
-            problems.append(f"config.algorithm.{field}: {message}")
+            problems.append(f"config.algorithm.{field}: {_lookup_message(name, error)}")
             continue
         try:
-            bad_arguments = list(_loss_argument_problems(config)) if field == "policy_loss" else []
+            bad_arguments: list[str] = []
+            if field == "policy_loss":
+                bad_arguments += _argument_problems(
+                    "algorithm.policy_loss",
+                    name,
+                    config.loss_args,
+                    POLICY_LOSSES,
+                    loss_hyperparameters,
+                )
             problems.extend(bad_arguments)
             if is_import_path(name) and not bad_arguments:
                 trace(config)
             if field == "advantage":
+                if config.old_log_probs == "interpolate" and requirements(config).old_log_probs:
+                    message = "'interpolate' has no pass before the update, whose log-probs"
+                    message += f" advantage={config.advantage!r}, or another setting, reads"
+                    problems.append(f"config.algorithm.old_log_probs: {message}; use 'recompute'")
                 for path, message in config.advantage_rules(parameters_of(function).names):
                     problems.append(f"config.algorithm.{path}: {message}")
         except FunctionError as error:
             problems.append(str(error))
         except Exception as error:  # what the user's function raises when it is traced
-            file = os.path.basename(name.rpartition(":")[0])
-            frames = traceback.extract_tb(error.__traceback__)
-            lines = [each.lineno for each in frames if os.path.basename(each.filename) == file]
-            line = f"in line {lines[-1]}: " if lines else ""
-            message = f"{name!r} raises {line}{type(error).__name__}: {error}"
-            problems.append(f"config.algorithm.{field}: {message}")
+            problems.append(f"config.algorithm.{field}: {_traced_message(name, error)}")
     if problems:
         raise ConfigError(problems)
 
@@ -222,3 +301,14 @@ def _trace_policy_loss(config: AlgorithmConfig) -> None:
         return policy_objective(config, tokens, tokens, minibatch, minibatch.loss_mask, counts)
 
     jax.eval_shape(objective, jax.eval_shape(lambda: Minibatch.zeros(_ROWS, _WIDTH)))
+
+
+def _trace_preference_loss(config: PreferenceLossConfig) -> None:
+    def objective(ratios: jax.Array):
+        sums = AnswerSums(**{field.name: ratios for field in dataclasses.fields(AnswerSums)})
+        counts = AnswerCounts(
+            rows=1.0, desirable=1.0, desirable_tokens=1.0, desirable_text_tokens=1.0
+        )
+        return pair_objective(config, sums, sums, ratios > 0, counts)[0]
+
+    jax.eval_shape(objective, jax.ShapeDtypeStruct((_ROWS,), jnp.float32))

@@ -1,8 +1,8 @@
-"""Token selection of policy losses (Clip-Cov, KL-Cov), over the whole minibatch.
+"""Token selection of policy losses (Clip-Cov, KL-Cov, M2PO), over the whole minibatch.
 
 Clip-Cov and KL-Cov (arXiv:2505.22617) act on the few tokens whose log-prob and advantage covary
-most. The choice needs means and ranks over all tokens, so it is made once a minibatch, before its
-microbatches, from log-probs of a pass without gradient.
+most, M2PO on those whose ratio is an outlier. The choice needs means and ranks over all tokens, so
+it is made once a minibatch, before its microbatches, from log-probs of a pass without gradient.
 Deviation: verl chooses in each microbatch, and for Clip-Cov without a seed.
 """
 
@@ -105,6 +105,49 @@ def kl_cov_tokens(covariances: PerToken, loss_mask: Mask, share: Share = 0.0002)
     return _first_tokens(covariances, loss_mask, share, loss_mask)
 
 
+def m2po_tokens(
+    log_ratios: PerToken,
+    advantages: PerToken,
+    loss_mask: Mask,
+    budget: Annotated[float, Range("[0, 1000]")] = 0.04,
+) -> Mask:
+    """Returns the fewest tokens without which the mean square of the log-ratios is in the budget.
+
+    Candidates, and the tokens of the mean, are those with a ratio above 1 at A > 0, or below 1 at
+    A < 0; of equal ones all are selected or none. arXiv:2510.01161. Deviation: AReaL's
+    candidates are all tokens.
+
+    >>> ones = jnp.ones((1, 4))
+    >>> print(m2po_tokens(jnp.array([[0.1, 0.9, 0.2, -3.0]]), ones, ones > 0))
+    [[False  True False False]]
+    """
+    candidates = loss_mask & (log_ratios * advantages > 0.0)
+    squares = jnp.where(candidates, jnp.square(log_ratios), 0.0)
+    descending = -jnp.sort(-squares.ravel())
+    # The sum of all but the k largest, for k = 0, 1, ...; a sum from the smallest on is exact.
+    rest = jnp.cumsum(descending[::-1])[::-1]
+    left = jnp.sum(candidates) - jnp.arange(descending.size)
+    within = rest <= budget * left
+    count = jnp.where(jnp.any(within), jnp.argmax(within), descending.size)
+    smallest = descending[jnp.maximum(count - 1, 0)]
+    return candidates & (count > 0) & (squares >= smallest)
+
+
+def high_entropy_tokens(entropies: PerToken, mask: Mask, share: float) -> Mask:
+    """Returns the `share` of the tokens of highest entropy: those from its quantile on.
+
+    Few tokens decide where a chain of thought goes; the gradient of the others is left out
+    (`config.entropy_share`). Wang et al., Beyond the 80/20 Rule, arXiv:2506.01939.
+    Deviation: the quantile is that of the whole step; TRL's that of a microbatch.
+
+    >>> entropies = jnp.array([[0.1, 0.2, 2.0, 0.3, 9.0]])
+    >>> print(high_entropy_tokens(entropies, jnp.array([[True, True, True, True, False]]), 0.25))
+    [[False False  True False False]]
+    """
+    inside = jnp.where(mask, entropies, jnp.nan)
+    return mask & (entropies >= jnp.nanquantile(inside, 1.0 - share))
+
+
 def _first_tokens(priority: PerToken, candidates: Mask, share: float, mask: Mask) -> Mask:
     count = jnp.maximum(jnp.floor(share * jnp.sum(mask)), 1.0)
     order = jnp.argsort(-jnp.where(candidates, priority, -jnp.inf).ravel(), stable=True)
@@ -113,4 +156,8 @@ def _first_tokens(priority: PerToken, candidates: Mask, share: float, mask: Mask
 
 
 # Of the losses that read a selection; its hyperparameters are theirs.
-SELECTIONS: dict[str, Callable[..., Mask]] = {"clip_cov": clip_cov_tokens, "kl_cov": kl_cov_tokens}
+SELECTIONS: dict[str, Callable[..., Mask]] = {
+    "clip_cov": clip_cov_tokens,
+    "kl_cov": kl_cov_tokens,
+    "m2po": m2po_tokens,
+}

@@ -243,6 +243,28 @@ class ImportOptions(JaxOptions):
     tokenizer: ModelPath = option("Folder or name of the tokenizer; empty: that of the file.", "")
 
 
+class RandomModelOptions(JaxOptions):
+    """Writes a folder of a random model of any family.
+
+    For tests, and to try a run before a model is downloaded.
+    A tiny model of --family, or one of the sizes in --model_config. Without --tokenizer it has the
+    built-in tokenizer of characters.
+    """
+
+    module = "random_model"
+
+    family: Name = option("Family of a tiny model: llama, qwen3_moe, olmo3, ...", "")
+    model_config: File = option("A config.json, instead of --family.", "")
+    out: Folder = option("Folder to write: new, empty or an earlier export.")
+    dtype: Literal["float32", "bfloat16", "float16"] = option("Of the tensors.", "float32")
+    tokenizer: ModelPath = option("Folder or name of its tokenizer; empty: characters.", "")
+    seed: Natural = option("Seed of the weights.", 0)
+
+    def rules(self) -> Problems:
+        if bool(self.family) == bool(self.model_config):
+            yield "family", "give either --family or --model_config"
+
+
 class ControlOptions(Options):
     """Changes the layout of a running job of RL, between two steps.
 
@@ -323,6 +345,7 @@ COMMANDS: Mapping[str, type[Options]] = {
     "plan": PlanOptions,
     "export": ExportOptions,
     "import": ImportOptions,
+    "random_model": RandomModelOptions,
     "view": ViewOptions,
     "control": ControlOptions,
     "configs": ConfigsOptions,

@@ -28,7 +28,9 @@ def main(options: PlanOptions) -> None:
         requirements.check_functions(config.require_rl().algorithm)
         for warning in requirements.warnings(config.require_rl()):
             logging.warning("%s", warning)
-    elif options.compile or options.placement:
+    if (loss := config.preference_loss) is not None:
+        requirements.check_preference_loss(loss)
+    if not config.learns_from_samples and (options.compile or options.placement):
         flag = "compile" if options.compile else "placement"
         errors.raise_flag_problems([(flag, "is of job='rl' alone; leave it out")])
     for warning in config.warnings():

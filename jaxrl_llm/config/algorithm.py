@@ -1,6 +1,7 @@
 """The algorithm: advantage, policy loss, KL control, corrections."""
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from typing import Annotated, Literal
 
@@ -26,17 +27,45 @@ def is_import_path(name: str) -> bool:
 
 
 class PreferenceLossConfig(ConfigGroup):
-    """The loss of direct preference optimization (docs/jobs.md)."""
+    """The loss of preference optimization (docs/jobs.md)."""
 
-    loss: Literal["sigmoid", "robust", "ipo", "hinge"] = "sigmoid"
+    loss: Name = "sigmoid"
+    # Hyperparameters of the loss, as `AlgorithmConfig.loss_args` are.
+    loss_args: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     beta: Annotated[float, Range("(0, 1000]")] = 0.1  # pull to the reference
-    # Share of pairs that are taken to be the wrong way round; of "sigmoid" and "robust".
+    # Share of pairs that are taken to be the wrong way round, for losses that smooth.
     label_smoothing: Annotated[float, Range("[0, 0.5)")] = 0.0
 
+    @property
+    def reads_labels(self) -> bool:
+        """Whether rows are single answers with a label, not pairs."""
+        return self.loss in recipes.LABEL_LOSSES
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the loss compares the policy with a reference; a user's own loss may."""
+        return self.loss not in recipes.REFERENCE_FREE_LOSSES
+
     def rules(self) -> Problems:
-        if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
-            message = f"no effect on loss={self.loss!r}; set it to 0, or use 'sigmoid' or 'robust'"
+        known = *recipes.PAIR_LOSSES, *recipes.LABEL_LOSSES
+        own = is_import_path(self.loss)
+        if self.loss not in known and not own:
+            remedy = "; or your own as 'package.module:function' or 'path/file.py:function'"
+            yield "loss", f"unknown loss {self.loss!r}; known: {', '.join(known)}{remedy}"
+        smooths = own or self.loss in recipes.SMOOTHED_LOSSES
+        if self.label_smoothing and not smooths:
+            use = ", ".join(map(repr, recipes.SMOOTHED_LOSSES))
+            message = f"no effect on loss={self.loss!r}; set it to 0, or use one of {use}"
             yield "label_smoothing", message
+        if self.loss == "exo_pair" and not self.label_smoothing:
+            message = "0, but loss='exo_pair' divides by it; set it above 0 (the paper: 0.001)"
+            yield "label_smoothing", message
+
+    def batch_rules(self, batch_size: int) -> Problems:
+        """Yields a batch size, of the trainer, that the loss cannot use."""
+        if self.loss == "kto" and batch_size < 2:
+            message = f"{batch_size}, but dpo.loss='kto' needs the answers of two prompts; use 2"
+            yield "trainer.batch_size", f"{message} or more"
 
 
 class AlgorithmConfig(ConfigGroup):
@@ -62,10 +91,16 @@ class AlgorithmConfig(ConfigGroup):
     clip_low: Annotated[float, Range("(0, 1]")] = 0.2
     clip_high: Bound = 0.2
     entropy_coef: Annotated[float, Range("[-1000, 1000]")] = 0.0
+    # Share of a step's tokens, those of highest entropy, that the policy loss learns from
+    # (arXiv:2506.01939).
+    entropy_share: Annotated[float, Range("(0, 1]", "1: off")] = 1.0
+    # Cross-entropy of tool results and other observations (ECHO, arXiv:2605.24517).
+    observation_coef: Coefficient = 0.0
     # KL control against the reference policy.
     kl_in: Literal["none", "reward", "loss"] = "none"
     kl_estimator: Name = "k3"
     kl_coef: Annotated[float, Range("[0, 1000]")] = 0.001
+    kl_unbiased: bool = False  # weigh the KL in the loss by the ratio (arXiv:2512.02556)
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     kl_target: Annotated[float, Range("(0, 1000]")] = 0.1
     kl_horizon: Annotated[int, Range("[1, 2147483647]")] = 10_000  # sequences
@@ -75,7 +110,11 @@ class AlgorithmConfig(ConfigGroup):
     critic_warmup_steps: Annotated[int, Range("[0, 2147483647]", "0: never")] = 0
     # Sampling of DAPO (arXiv:2503.14476).
     dynamic_sampling: bool = False  # drop groups with equal scores and sample other prompts
+    # The reward term whose values are compared; "": the whole score.
+    dynamic_sampling_term: Name = ""
     max_sampling_waves: Annotated[int, Range("[1, 2147483647]")] = 10
+    # Leave groups with equal scores out of the losses and their counts; nothing is sampled anew.
+    mask_uniform_groups: bool = False
     # The length penalty begins this many tokens before the limit.
     overlong_buffer_tokens: Annotated[int, Range("[0, 2147483647]", "0: off")] = 0
     overlong_penalty: Coefficient = 1.0
@@ -91,7 +130,12 @@ class AlgorithmConfig(ConfigGroup):
     rejections: tuple[Name, ...] = ()  # e.g. ("token_k1", "seq_mean_k3")
     rejection_lows: tuple[Coefficient, ...] = ()  # k1 only: rejects smaller ratios
     rejection_highs: tuple[Bound, ...] = ()
-    old_log_probs: Literal["recompute", "rollout"] = "recompute"
+    # Of the policy when the step begins: by a pass, those of the engine, or without a pass
+    # interpolated between the engine's and those of the update by the age of each token.
+    old_log_probs: Literal["recompute", "rollout", "interpolate"] = "recompute"
+    # Nats per token by which a sequence may have become unlikelier since it was sampled; beyond,
+    # one of negative advantage has no policy loss (arXiv:2512.02556).
+    off_policy_threshold: Bound = math.inf
     # Safe-RLHF (arXiv:2310.12773).
     safe: bool = False
     cost_limit: Real = 0.0
@@ -128,8 +172,19 @@ class AlgorithmConfig(ConfigGroup):
         if self.kl_controller == "adaptive" and self.kl_in != "reward":
             message = f"the KL that kl_in='reward' measures, got kl_in={self.kl_in!r}"
             yield "kl_controller", f"adaptive control needs {message}"
-        if self.dynamic_sampling and self.samples_per_prompt < 2:
-            yield "dynamic_sampling", "drops groups of equal reward; needs samples_per_prompt >= 2"
+        for name in ("dynamic_sampling", "mask_uniform_groups"):
+            if getattr(self, name) and self.samples_per_prompt < 2:
+                yield name, "drops groups of equal reward; needs samples_per_prompt >= 2"
+        if self.old_log_probs == "interpolate":
+            for name, needs in (
+                ("correction_normalize", self.correction_normalize),
+                ("rejections", bool(self.rejections)),
+                ("entropy_share", self.entropy_share < 1),
+                ("kl_in", self.kl_in == "reward"),
+            ):
+                if needs:
+                    message = "reads log-probs or entropies from before the update, which"
+                    yield name, f"{message} old_log_probs='interpolate' has none of; 'recompute'"
         if self.correction_low > self.correction_high:
             message = f"got {self.correction_low}, {self.correction_high}"
             yield "correction_low", f"needs correction_low <= correction_high, {message}"

@@ -1,7 +1,6 @@
 """Configs of the jobs: RL, SFT, DPO and reward modeling, with their common base."""
 
 import dataclasses
-import math
 import operator
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -34,8 +33,7 @@ from jaxrl_llm.errors import ConfigError
 class JobConfig(ConfigGroup):
     """Settings common to all jobs, and the properties in which jobs differ.
 
-    Each subclass adds its own settings and the name of the job. Other modules use these properties
-    and never check the class.
+    Subclasses add their settings. Other modules use these properties and never check the class.
     """
 
     job: str = ""
@@ -100,6 +98,16 @@ class JobConfig(ConfigGroup):
     @property
     def supervised_router(self) -> learner.RouterLossConfig | None:
         """Router losses during supervised training; None for jobs without them."""
+        return None
+
+    @property
+    def weighs_by_probability(self) -> bool:
+        """Whether SFT weighs each token by its probability (DFT)."""
+        return False
+
+    @property
+    def preference_loss(self) -> PreferenceLossConfig | None:
+        """The loss of preference optimization, in the group `dpo`; None: another job."""
         return None
 
     @property
@@ -249,12 +257,17 @@ class SFTConfig(PolicyConfig):
     """Supervised fine-tuning of the policy."""
 
     job: Literal["sft"] = "sft"
+    loss: Literal["cross_entropy", "dft"] = "cross_entropy"
 
     reads_images = True
 
+    @property
+    def weighs_by_probability(self) -> bool:
+        return self.loss == "dft"
+
 
 class DPOConfig(PolicyConfig):
-    """Direct preference optimization of the policy on pairs of chosen and rejected answers."""
+    """Preference optimization of the policy on pairs of answers, or on answers with a label."""
 
     job: Literal["dpo"] = "dpo"
     reference: learner.ReferenceConfig = learner.ReferenceConfig()
@@ -262,9 +275,21 @@ class DPOConfig(PolicyConfig):
 
     unread = PolicyConfig.unread | {"data.arithmetic_errors", "trainer.tower_learning_rate"}
 
+    def rules(self) -> Problems:
+        yield from super().rules()
+        yield from self.dpo.batch_rules(self.trainer.batch_size)
+
     @property
-    def reference_folder(self) -> str:
-        return self.reference.path
+    def preference_loss(self) -> PreferenceLossConfig:
+        return self.dpo
+
+    @property
+    def reference_folder(self) -> str | None:
+        return self.reference.path if self.dpo.reads_reference else None
+
+    def warnings(self) -> Iterator[str]:
+        yield from super().warnings()
+        yield from warnings.reference_warnings(self.dpo, self.reference)
 
 
 class RewardModelingConfig(SupervisedConfig):
@@ -419,17 +444,7 @@ class RLConfig(JobConfig):
         ):
             if count > INT32_MAX:
                 yield where, f"makes {count} {what}; at most {INT32_MAX} can be, use less"
-        if 0 < sequences <= INT32_MAX and size > 0 and sequences % size:
-            small = [n for n in range(1, math.isqrt(sequences) + 1) if sequences % n == 0]
-            divisors = sorted({*small, *(sequences // n for n in small)})
-            near = sorted(sorted(divisors, key=lambda n: abs(n - size))[:2])
-            yield (
-                "trainer.minibatch_size",
-                f"{size} does not divide the {sequences} sequences of a step"
-                f" ({self.trainer.prompts_per_step} prompts x"
-                f" {self.algorithm.samples_per_prompt} samples);"
-                f" use {' or '.join(map(str, near))}",
-            )
+        yield from self.trainer.minibatch_rules(size, self.algorithm.samples_per_prompt)
         shards = self.mesh.sequence  # -1: not known before the devices are
         too_few = (
             "cannot hold one sequence of data.max_prompt_tokens + rollout.max_response_tokens ="
@@ -461,7 +476,10 @@ class RLConfig(JobConfig):
         if self.algorithm.safe and not (self.rewards.cost_functions or self.rewards.cost_models):
             message = "algorithm.safe needs a cost: add cost_models or cost_functions"
             yield "rewards.cost_models", message
+        if self.router.replay == "scoring" and self.algorithm.old_log_probs == "interpolate":
+            yield "router.replay", "'scoring' replays the pass that old_log_probs saves; use 'off'"
         yield from self._teacher_rules()
+        yield from self.rewards.term_rules(self.algorithm.dynamic_sampling_term)
         if self.agent.is_used and not self.data.chat_template:
             yield "data.chat_template", "episodes of several turns need one; set it to True"
         if self.placement.balance_every and not self.trainer.is_free_async:
@@ -476,21 +494,11 @@ class RLConfig(JobConfig):
         if self.agent.max_turn_tokens > self.rollout.max_response_tokens:
             message = f"{self.agent.max_turn_tokens} exceeds rollout.max_response_tokens="
             yield "agent.max_turn_tokens", f"{message}{self.rollout.max_response_tokens}"
-        reasons = {}  # alerts whose action "skip" can never skip an update in this run
-        if self.algorithm.old_log_probs != "recompute":
-            reasons["log_prob_difference"] = (
-                "old_log_probs='rollout' takes the engine's for the policy's own; use 'recompute'"
-            )
-        elif self.num_updates == self.trainer.num_steps:
-            reasons["kl"] = (
-                "a step has one update, before which the policy has not moved;"
-                " use 'continue' or 'stop', or a smaller trainer.minibatch_size"
-            )
-        if not (self.rewards.functions or self.rewards.cost_functions):
-            reasons["reward_failures"] = "no reward function is called; use 'off'"
-        for name, reason in reasons.items():
-            if getattr(self.alerts, name).action == "skip":
-                yield f"alerts.{name}.action", f"'skip' would never skip: {reason}"
+        yield from self.alerts.skip_rules(
+            engine_log_probs=self.algorithm.old_log_probs != "recompute",
+            one_update=self.num_updates == self.trainer.num_steps,
+            calls_rewards=bool(self.rewards.functions or self.rewards.cost_functions),
+        )
         tasks = "arithmetic", "files"
         for group in ("models", "cost_models"):
             for name, model in getattr(self.rewards, group).items():
@@ -526,10 +534,9 @@ class RLConfig(JobConfig):
         return rates
 
     def warnings(self) -> Iterator[str]:
-        algorithm = self.algorithm
+        algorithm, longest = self.algorithm, self.rollout.max_response_tokens
         yield from super().warnings()
         yield from warnings.sampling_warnings(self.rollout)
-        longest = self.rollout.max_response_tokens
         yield from warnings.algorithm_warnings(algorithm, longest)
         yield from warnings.reward_warnings(self.rewards, self.agent.gives_rewards)
         yield from self.agent.warnings()

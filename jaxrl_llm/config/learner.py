@@ -1,9 +1,11 @@
 """The networks of a run and how they learn: weights, dtypes, adapters, optimizers, steps."""
 
+import math
 from typing import Annotated, Literal
 
 from jaxrl_llm.config.stop_condition import stop_condition
 from jaxrl_llm.config.validation import (
+    INT32_MAX,
     ConfigGroup,
     Count,
     Every,
@@ -259,6 +261,21 @@ class RLTrainerConfig(TrainerConfig):
                 yield f"layouts[{i}]", message
         if self.schedule != "free" and self.sampling == "sync":
             yield "schedule", "sampling='sync' has nothing to record; set sampling='async'"
+
+    def minibatch_rules(self, size: int, samples: int) -> Problems:
+        """Yields a size of minibatches that does not divide a step of `samples` per prompt."""
+        sequences = self.prompts_per_step * samples
+        if not 0 < sequences <= INT32_MAX or size <= 0 or not sequences % size:
+            return
+        small = [n for n in range(1, math.isqrt(sequences) + 1) if sequences % n == 0]
+        divisors = sorted({*small, *(sequences // n for n in small)})
+        near = sorted(sorted(divisors, key=lambda n: abs(n - size))[:2])
+        yield (
+            "trainer.minibatch_size",
+            f"{size} does not divide the {sequences} sequences of a step"
+            f" ({self.prompts_per_step} prompts x {samples} samples);"
+            f" use {' or '.join(map(str, near))}",
+        )
 
 
 class SupervisedTrainerConfig(TrainerConfig):

@@ -104,3 +104,23 @@ class AlertsConfig(ConfigGroup):
             elif alert.steps > 1 and field.name in ("nonfinite", "kl"):
                 message = f"an update is skipped at once, got {alert.steps}; use 1"
                 yield f"{field.name}.steps", message
+
+    def skip_rules(
+        self, *, engine_log_probs: bool, one_update: bool, calls_rewards: bool
+    ) -> Problems:
+        """Yields alerts whose action "skip" could never skip an update in an RL run."""
+        reasons = {}
+        if engine_log_probs:
+            reasons["log_prob_difference"] = (
+                "old_log_probs='rollout' takes the engine's for the policy's own; use 'recompute'"
+            )
+        elif one_update:
+            reasons["kl"] = (
+                "a step has one update, before which the policy has not moved;"
+                " use 'continue' or 'stop', or a smaller trainer.minibatch_size"
+            )
+        if not calls_rewards:
+            reasons["reward_failures"] = "no reward function is called; use 'off'"
+        for name, reason in reasons.items():
+            if getattr(self, name).action == "skip":
+                yield f"alerts.{name}.action", f"'skip' would never skip: {reason}"

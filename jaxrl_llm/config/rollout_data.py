@@ -183,8 +183,8 @@ class DataConfig(ConfigGroup):
 class CurriculumConfig(ConfigGroup):
     """Which training prompts come next, by the scores of earlier answers (docs/data.md)."""
 
-    # "success": mostly prompts that are solved now and then; or a function of yours. "": each comes
-    # once in a pass.
+    # "success": mostly prompts that are solved now and then; "unsolved": no prompt that is solved
+    # nine times of ten; or a function of yours. "": each comes once in a pass.
     choice: Name = ""
     success_score: Real = 0.5  # an answer with at least this score is a success
     # What earlier answers to a prompt count when it is answered again; 1: as much as the latest.
@@ -193,9 +193,9 @@ class CurriculumConfig(ConfigGroup):
     floor: Annotated[float, Range("(0, 1]")] = 0.05
 
     def rules(self) -> Problems:
-        if self.choice not in ("", "success") and ":" not in self.choice:
+        if self.choice not in ("", "success", "unsolved") and ":" not in self.choice:
             remedy = "or your own as 'package.module:function' or 'path/file.py:function'"
-            yield "choice", f"unknown choice {self.choice!r}; known: success; {remedy}"
+            yield "choice", f"unknown choice {self.choice!r}; known: success, unsolved; {remedy}"
 
 
 NO_CURRICULUM = CurriculumConfig()
@@ -395,6 +395,13 @@ class RewardsConfig(ConfigGroup):
             functions, models = getattr(self, f"{kind}functions"), getattr(self, f"{kind}models")
             if shared := set(functions) & set(models):
                 yield f"{kind}models", f"names used twice: {', '.join(sorted(shared))}"
+
+    def term_rules(self, name: str) -> Problems:
+        """Yields a problem if dynamic sampling compares a term that there is not; "": the score."""
+        known = *self.functions, *self.models, "environment"
+        if name and name not in known:
+            message = f"no reward term {name!r}; known: {', '.join(known)}"
+            yield "algorithm.dynamic_sampling_term", message
 
 
 class TeacherConfig(ConfigGroup):

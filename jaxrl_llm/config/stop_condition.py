@@ -27,7 +27,8 @@ _PLACEHOLDERS = {
 METRIC_NAMES = tuple("""
     JOB/grad_norm JOB/grad_norm/MODULE JOB/skipped_updates ROLE/grad_norm ROLE/grad_norm/MODULE
     ROLE/loss ROLE/skipped_updates ROLE/vf_clipfrac ROLE/vf_loss ROLE/vpred_mean actor/NAME
-    actor/entropy actor/entropy_loss actor/kl_loss actor/loss actor/pg_clipfrac
+    actor/entropy actor/entropy_loss actor/kl_loss actor/loss actor/observation_loss
+    actor/off_policy_masked actor/pg_clipfrac
     actor/pg_clipfrac_lower actor/pg_loss actor/ppo_kl actor/reward_kl_penalty
     actor/reward_kl_penalty_coeff agent/branches agent/requests agent/rewritten agent/unmatched
     alerts/NAME critic/advantages/max critic/advantages/mean critic/advantages/min
@@ -37,7 +38,8 @@ METRIC_NAMES = tuple("""
     critic/score/spread critic/values/max critic/values/mean critic/values/min
     critic/vf_explained_var curriculum/answered curriculum/solved curriculum/unsolved
     distillation/forward_kl distillation/k3 distillation/reverse_kl distillation/student_mass
-    distillation/teacher_log_prob distillation/teacher_mass dpo/loss global_seqlen/balanced_max
+    distillation/teacher_log_prob distillation/teacher_mass dpo/baseline dpo/loss
+    global_seqlen/balanced_max
     global_seqlen/balanced_min global_seqlen/max global_seqlen/mean global_seqlen/min
     global_seqlen/minmax_diff logps/chosen logps/rejected num_turns/max num_turns/mean
     num_turns/min perf/cpu_memory_used_gb perf/idle_share/learner perf/idle_share/rollout
@@ -62,7 +64,8 @@ METRIC_NAMES = tuple("""
     timing_s/agent_loop/tool_calls/min timing_s/step tool_call_counts/max tool_call_counts/mean
     tool_call_counts/min tool_calls/NAME tool_errors/KIND tool_errors/total
     training/filter_groups/evicted_samples training/groups/uniform_share
-    training/masked_truncated_share training/off_policy/buffer training/off_policy/in_flight
+    training/masked_truncated_share training/masked_uniform_share training/off_policy/buffer
+    training/off_policy/in_flight
     training/off_policy/partial_ratio training/off_policy/spans/max
     training/off_policy/spans/mean training/off_policy/staleness/max
     training/off_policy/staleness/mean training/off_policy/weights_age

@@ -6,8 +6,8 @@ Settings without any effect are warned of where the job is (`config/job.py`).
 
 from collections.abc import Iterator, Mapping
 
-from jaxrl_llm.config.algorithm import AlgorithmConfig
-from jaxrl_llm.config.learner import LoraConfig, ModelConfig, TrainerConfig
+from jaxrl_llm.config.algorithm import AlgorithmConfig, PreferenceLossConfig
+from jaxrl_llm.config.learner import LoraConfig, ModelConfig, ReferenceConfig, TrainerConfig
 from jaxrl_llm.config.rollout_data import RewardsConfig, RolloutConfig
 
 # An update of AdamW is about the learning rate. A bfloat16 keeps 8 bits, so a weight of 0.02 or
@@ -57,6 +57,10 @@ def algorithm_warnings(algorithm: AlgorithmConfig, max_response_tokens: int) -> 
             "config.algorithm.kl_coef: 0 makes the KL to the reference cost a model and change"
             " nothing; raise it, or set kl_in='none'"
         )
+    if algorithm.kl_unbiased and algorithm.kl_in != "loss":
+        yield f"config.algorithm.kl_unbiased: no effect, kl_in is {algorithm.kl_in!r}"
+    if algorithm.dynamic_sampling_term and not algorithm.dynamic_sampling:
+        yield "config.algorithm.dynamic_sampling_term: no effect, dynamic_sampling is off"
     if algorithm.kl_in == "reward" and algorithm.advantage == "gdpo":
         yield (
             "config.algorithm.kl_in: 'reward' has no effect on advantage='gdpo', which normalizes"
@@ -110,3 +114,14 @@ def trainer_warnings(trainer: TrainerConfig) -> Iterator[str]:
     """A trainer that moves no weight."""
     if not (trainer.optimizer.learning_rate or trainer.tower_learning_rate):
         yield "config.trainer.optimizer.learning_rate: 0 trains nothing; raise it"
+
+
+def reference_warnings(loss: PreferenceLossConfig, reference: ReferenceConfig) -> Iterator[str]:
+    """A reference model that the preference loss does not read.
+
+    >>> [w.partition(":")[0] for w in reference_warnings(
+    ...     PreferenceLossConfig(loss="orpo"), ReferenceConfig(path="folder"))]
+    ['config.reference.path']
+    """
+    if reference.path and not loss.reads_reference:
+        yield f"config.reference.path: no effect, dpo.loss={loss.loss!r} has no reference"

@@ -15,6 +15,7 @@ from jaxrl_llm.config import CurriculumConfig
 from jaxrl_llm.data.errors import DataError, check_saved
 from jaxrl_llm.types import Prompt
 
+_SOLVED_RATE = 0.9  # of successes
 _PRIOR = 0.1  # pseudo-count of responses, half of them successes, for prompts without data
 
 
@@ -51,8 +52,23 @@ def success_variance_weights(
     return np.maximum(4 * rates * (1 - rates), floor)
 
 
+def unsolved_weights(answers: np.ndarray, successes: np.ndarray) -> Float[np.ndarray, " P"]:
+    """Weights of prompts: 0 for those that nine of ten responses solve, 1 for all others.
+
+    No-positive-resampling of ScaleRL (arXiv:2510.13786): a prompt that is solved is not drawn
+    again. Where all are solved, all are drawn. The rate is that of `PromptStatistics`, of which
+    `memory=1` keeps the whole history, as there.
+
+    >>> unsolved_weights(np.array([0.0, 8.0, 8.0]), np.array([0.0, 8.0, 4.0]))
+    array([1., 0., 1.])
+    """
+    solved = (answers > 0) & (successes >= _SOLVED_RATE * answers)
+    return np.ones(len(answers)) if solved.all() else (~solved).astype(np.float64)
+
+
 CHOICES: Mapping[str, Callable[..., Float[np.ndarray, " P"]]] = {
-    "success": success_variance_weights
+    "success": success_variance_weights,
+    "unsolved": unsolved_weights,
 }
 
 
@@ -74,7 +90,7 @@ def metrics(curricula: Sequence["Curriculum"]) -> dict[str, float]:
     num = max(1, len(rates))
     return {
         "curriculum/answered": float(answered.mean()),
-        "curriculum/solved": float((rates >= 0.9).sum() / num),
+        "curriculum/solved": float((rates >= _SOLVED_RATE).sum() / num),
         "curriculum/unsolved": float((rates <= 0.1).sum() / num),
     }
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrl_llm import console
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data import counting_task
-from jaxrl_llm.data.chat.formats import preference_dialogues, sft_dialogue
+from jaxrl_llm.data.chat.formats import desirable_label, preference_dialogues, sft_dialogue
 from jaxrl_llm.data.chat.loss_masks import Dialogue
 from jaxrl_llm.data.chat.lost_text import check_dialogue, check_no_template, check_prompt
 from jaxrl_llm.data.chat.messages import role_aliases
@@ -376,6 +376,44 @@ def preference_pairs(
         PreferencePair(*_with_answers([prompt] * 2, both))
         for prompt, both in zip(prompts * 2, answers, strict=True)
     ]
+
+
+def labeled_examples(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    split: Split,
+    seed: int,
+    max_tokens: int = 0,
+) -> Rows[Example]:
+    """Loads answers with a label, desirable or not, for losses on single answers.
+
+    A row of files is one of SFT with the column `label`. In the arithmetic task the answers are
+    those of `preference_pairs`, the chosen ones desirable.
+    """
+    if config.task == "files":
+        report = RowReport(split, "sequences")
+        make = functools.partial(_labeled_of_row, config, tokenizer, max_tokens, report)
+        return _rows_of_files(config, split, make, max_tokens, report)
+    pairs = preference_pairs(config, tokenizer, split, seed, max_tokens=max_tokens)
+    assert isinstance(pairs, Sequence), "generated pairs are made at the start"
+    answers = ((pair.chosen, pair.rejected._replace(desirable=False)) for pair in pairs)
+    return list(itertools.chain.from_iterable(answers))
+
+
+def _labeled_of_row(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    report: RowReport,
+    row: Row,
+    where: str,
+    index: int,
+) -> tuple[Example, ...]:
+    desirable = desirable_label(row, where, config.row_mapping.columns.get("label", "label"))
+    if row.get("images"):
+        raise DataError(f"{where}: images are for job='sft' and 'rl'; leave the row out")
+    examples = _examples_of_row(config, tokenizer, max_tokens, None, report, row, where, index)
+    return tuple(example._replace(desirable=desirable) for example in examples)
 
 
 def _rows_of_files(

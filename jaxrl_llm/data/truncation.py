@@ -35,7 +35,9 @@ def truncate_example(row: Example, most: int, long_rows: LongRows, where: str) -
         )
     if long_rows == "drop":
         return None
-    truncated = Example(truncate(row.tokens, most, long_rows), truncate(row.mask, most, long_rows))
+    truncated = row._replace(
+        tokens=truncate(row.tokens, most, long_rows), mask=truncate(row.mask, most, long_rows)
+    )
     return truncated if any(truncated.mask) else None
 
 

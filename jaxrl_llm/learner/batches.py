@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.models import context_parallel
@@ -114,6 +114,7 @@ class Packer:
     max_scored: int = 0  # most scored tokens of a sequence; 0: not known
     min_efficient_tokens: int = 3072  # on a device, below which a microbatch is slow
     stages: int = 1  # pipeline stages: the least number of microbatches, some of them padding
+    scores_observations: bool = False  # log-probs of tool results too, for a loss on them
     _memo: ShapeMemo = dataclasses.field(default_factory=ShapeMemo)
 
     def get_state(self) -> dict[str, int]:
@@ -379,6 +380,12 @@ class Packer:
         is_chosen: Any = np.isin(np.arange(len(lengths)), chosen)
         return PackedBatch(microbatches, count, is_chosen)
 
+    def _scored_tokens(self, rollouts: Rollouts) -> Bool[np.ndarray, "B T"]:
+        if not self.scores_observations:
+            return rollouts.response_mask
+        begun = np.maximum.accumulate(rollouts.response_mask, axis=1)
+        return begun & (np.arange(begun.shape[1]) < rollouts.lengths[:, None])
+
     def pack_rollouts(
         self,
         rollouts: Rollouts,
@@ -387,6 +394,8 @@ class Packer:
     ) -> PackedBatch:
         """Sampled sequences (by default all) in packed rows, the tokens of responses scored.
 
+        With `scores_observations` all tokens after a row's first response token are.
+
         `common` is `shared_prompts(rollouts)`, where that is computed already.
         """
         return self.pack(
@@ -394,7 +403,7 @@ class Packer:
             np.arange(len(rollouts.lengths)) if chosen is None else chosen,
             width=rollouts.tokens.shape[1],
             # Choosing tokens of a row would gather over a dim that the sequence axis splits.
-            scored=EVERY_TOKEN if self.length_shards > 1 else rollouts.response_mask,
+            scored=EVERY_TOKEN if self.length_shards > 1 else self._scored_tokens(rollouts),
             common=shared_prompts(rollouts) if common is None else common,
         )
 
@@ -415,8 +424,15 @@ def padding_share(packed: PackedBatch) -> float:
 def assemble(rollouts: Rollouts, predictions: Predictions, estimates: Estimates) -> Minibatch:
     """All sequences of the step, ready for the loss."""
     arrays = {**vars(rollouts), **vars(predictions), **vars(estimates)}
+    arrays["proximal_shares"] = np.zeros(rollouts.tokens.shape, np.float32)
     names = [field.name for field in dataclasses.fields(Minibatch)]
     return Minibatch(**{name: jnp.asarray(arrays[name]) for name in names})
+
+
+def proximal_shares(rollouts: Rollouts, version: int) -> Float[np.ndarray, "B T"]:
+    """The `Minibatch.proximal_shares` of a step whose policy begins with `version`."""
+    ages = np.maximum(version - rollouts.versions, 0)
+    return np.where(rollouts.response_mask, ages / (ages + 1.0), 0.0).astype(np.float32)
 
 
 def update_order(config: RLConfig, count: int, key: jax.Array) -> UpdateOrder:

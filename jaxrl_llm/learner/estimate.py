@@ -18,10 +18,11 @@ from jaxrl_llm.algorithms import (
     masked,
     requirements,
     safe_rlhf,
+    selection,
     shaping,
 )
 from jaxrl_llm.config import RLConfig, recipes
-from jaxrl_llm.learner.predict import is_on_policy
+from jaxrl_llm.learner.predict import scores_policy
 from jaxrl_llm.learner.weights import LearnerState
 from jaxrl_llm.metrics.timers import Clock
 from jaxrl_llm.sharding import kv_store_broadcast
@@ -89,7 +90,7 @@ def signal_check(config: RLConfig) -> Callable[[Mapping[str, float], Estimates],
 
     False if all rows are left out; if all groups have equal scores, so that all advantages are
     zero, and nothing else in the losses has a gradient; or if every response is masked as
-    truncated. An update would only be momentum and weight decay.
+    truncated or of a uniform group. An update would only be momentum and weight decay.
     """
     algorithm = config.algorithm
     needs_advantages = (
@@ -100,10 +101,9 @@ def signal_check(config: RLConfig) -> Callable[[Mapping[str, float], Estimates],
     def has_signal(reward_metrics: Mapping[str, float], estimates: Estimates) -> bool:
         if reward_metrics.get("reward/left_out_share") == 1.0:
             return False
-        if algorithm.mask_truncated and not kv_store_broadcast.device_get(
-            jnp.any(estimates.loss_mask)
-        ):
-            return False
+        masks_rows = algorithm.mask_truncated or algorithm.mask_uniform_groups
+        if masks_rows and not kv_store_broadcast.device_get(jnp.any(estimates.loss_mask)):
+            return bool(algorithm.observation_coef)
         is_uniform = reward_metrics["training/groups/uniform_share"] == 1.0
         return not (needs_advantages and is_uniform) or bool(
             kv_store_broadcast.device_get(jnp.any(estimates.advantages != 0))
@@ -124,7 +124,7 @@ def _estimate(config: RLConfig, kl_coef, log_multiplier, predictions: Prediction
     shaped, current_kl = shaping.kl_shaped(algorithm, kl_coef, scores, old, reference, mask)
     shaped += turn_rewards
     metrics["actor/entropy"] = masked.mean(predictions.entropies, mask)
-    if is_on_policy(config):
+    if not scores_policy(config):
         metrics = {}  # need the policy's log-probs, which the update computes
     if algorithm.mask_truncated:
         truncated = arrays["truncated"]
@@ -145,6 +145,12 @@ def _estimate(config: RLConfig, kl_coef, log_multiplier, predictions: Prediction
         "term_rewards": arrays["term_rewards"],
         "term_weights": arrays["term_weights"],
     }
+    if algorithm.mask_uniform_groups:
+        ends = arrays.get("last_rows", jnp.arange(len(scores))) == jnp.arange(len(scores))
+        members = mask.any(1) & ends  # an episode counts once in its group
+        uniform = shaping.uniform_groups(arrays["scores"], arrays["group_ids"], members)
+        loss_mask &= ~uniform[:, None]
+        metrics["training/masked_uniform_share"] = uniform.astype(jnp.float32).mean()
     is_split = "last_rows" in arrays and algorithm.advantage in recipes.GROUP_ADVANTAGES
     if is_split:  # an episode counts once in its group
         is_last = arrays["last_rows"] == jnp.arange(len(scores))
@@ -155,6 +161,11 @@ def _estimate(config: RLConfig, kl_coef, log_multiplier, predictions: Prediction
         last_row_advantage = (advantage.sum(1) / counts)[arrays["last_rows"]]
         earlier_rows = jnp.where(mask & ~is_last[:, None], last_row_advantage[:, None], 0.0)
         advantage, returns = advantage + earlier_rows, returns + earlier_rows
+    if algorithm.entropy_share < 1:
+        chosen = selection.high_entropy_tokens(
+            predictions.entropies, loss_mask, algorithm.entropy_share
+        )
+        advantage = jnp.where(chosen, advantage, 0.0)
     cost_returns = jnp.zeros_like(returns)
     old_log_multiplier = log_multiplier
     if algorithm.safe:

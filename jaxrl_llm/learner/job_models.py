@@ -245,10 +245,12 @@ def make_packer(config: JobConfig, meshes: Mapping[str, Mesh], policy: Network) 
     """The packer of sequences into rows that every model can split; raises as `row_split`."""
     split = row_split(config, meshes)
     share = config.trainer.shared_prompts == "auto" and attention.supports_prefixes(policy.kernel)
+    is_rl = config.learns_from_samples
     return Packer(
         *split,
         attention_parity=flops.attention_crossover_keys(policy.shape) if share else 0,
         max_scored=config.max_scored_tokens,
+        scores_observations=is_rl and config.require_rl().algorithm.observation_coef > 0,
         min_efficient_tokens=row_layout.min_efficient_tokens(
             meshes["policy"].devices.flat[0].platform, split[1]
         ),
@@ -334,6 +336,7 @@ def make_network(
     config: JobConfig, shape: Architecture, head: Literal["lm", "scalar"], mesh: Mesh
 ) -> Network:
     """The network of one role, for the platform and pipeline stages of `mesh`."""
+    shape = shape.for_length(config.max_sequence_tokens)
     shape = shape.with_stages(mesh.shape["stage"], config.mesh.stage_rounds)
     model, platform = config.model, mesh.devices.flat[0].platform
     return Network(

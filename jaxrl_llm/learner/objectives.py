@@ -1,4 +1,4 @@
-"""Supervised objectives (SFT, reward models, DPO): their rows, batches and microbatch losses."""
+"""Supervised objectives: their rows and batches; the losses of SFT and reward models."""
 
 import dataclasses
 import functools
@@ -11,10 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.algorithms import losses, masked
+from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.aggregation import LossAndMetrics, minibatch_denominators
 from jaxrl_llm.config import JobConfig
-from jaxrl_llm.config.job import DPOConfig
 from jaxrl_llm.data import datasets, streams
 from jaxrl_llm.data.streams import Rows
 from jaxrl_llm.data.tasks import Split
@@ -46,7 +45,11 @@ class SupervisedBatch:
     lengths: Int[Array, " B"]
     mask: Bool[Array, "B T"]  # tokens that bear loss
     ref_log_probs: Float[Array, "B T"]  # of the frozen reference; zero without one
+    desirable: Bool[Array, " B"]  # labels of answers; true without labels
+    baselines: Float[Array, " B"]  # `Objective.baselines`; zero without such
     packed: PackedBatch
+    # The same answers to the prompts of other rows, for `Objective.mismatches`.
+    mismatched: "SupervisedBatch | None" = None
 
     @classmethod
     def from_rows(
@@ -80,9 +83,15 @@ class SupervisedBatch:
             if gallery.is_trainable:
                 packed = gallery.with_images(packed, images)
         # Still on the host: the jitted program transfers them.
-        host_arrays: tuple[Any, Any, Any] = tokens, lengths, mask
-        zeros: Any = np.zeros(tokens.shape, np.float32)
-        return cls(*host_arrays, zeros, packed)
+        host_arrays: dict[str, Any] = {
+            "tokens": tokens,
+            "lengths": lengths,
+            "mask": mask,
+            "ref_log_probs": np.zeros(tokens.shape, np.float32),
+            "desirable": np.array([example.desirable for example in sequences]),
+            "baselines": np.zeros(len(sequences), np.float32),
+        }
+        return cls(**host_arrays, packed=packed)
 
 
 def longest_row(rows: Rows[Row]) -> int:
@@ -93,6 +102,22 @@ def longest_row(rows: Rows[Row]) -> int:
 def packed_width(rows: Rows[Row]) -> int:
     """The packed row width (a bucket) that fits each of these rows."""
     return packed_batch.bucket(longest_row(rows), smallest=32)
+
+
+def mismatched_rows(rows: Sequence[Row], max_tokens: int) -> list[Row]:
+    """The prompt of each row with the answer of the row before it, cut to `max_tokens`.
+
+    The first row gets the last answer. An answer begins at its first token with a loss.
+    """
+    firsts = [row[0].mask.index(True) if any(row[0].mask) else len(row[0].mask) for row in rows]
+    others: list[Row] = []
+    for index, row in enumerate(rows):
+        prompt, answer = row[0].tokens[: firsts[index]], rows[index - 1][0]
+        begin = firsts[index - 1]
+        tokens = (*prompt, *answer.tokens[begin:])[:max_tokens]
+        mask = (*(False for _ in prompt), *answer.mask[begin:])[:max_tokens]
+        others.append((Example(tokens, mask),))
+    return others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +136,41 @@ class Objective:
     batch_weight: Callable[[SupervisedBatch], float] = lambda batch: len(batch.tokens) / 2
     needs_reference: bool = False
     vision_encoder: TrainableVisionEncoder | None = None  # vision encoder, if it is trained
+    # Statistics of the whole batch that the loss compares its rows with, from a pass of the policy
+    # without gradient: (log-probs [B, T], batch) -> [B]; None: the loss has none.
+    baselines: Callable[[Array, SupervisedBatch], Array] | None = None
+    # Whether batches have each answer to the prompt of another row too; `baselines` is of those.
+    mismatches: bool = False
+
+    def make_batch(self, rows: Sequence[Row], packer: Packer, width: int = 0) -> SupervisedBatch:
+        """The batch of some rows; `width` as for `SupervisedBatch.from_rows`."""
+        batch = SupervisedBatch.from_rows(rows, packer, width, self.models)
+        if not self.mismatches:
+            return batch
+        limit = min(self.config.max_sequence_tokens, packer.max_tokens)
+        others = mismatched_rows(rows, limit)
+        width = min(packed_width(others), packer.max_tokens)
+        mismatched = SupervisedBatch.from_rows(others, packer, width, self.models)
+        return dataclasses.replace(batch, mismatched=mismatched)
+
+    def with_baselines(self, params: Params, batch: SupervisedBatch) -> SupervisedBatch:
+        """The batch with its `baselines`, from a pass over it; unchanged for other losses."""
+        if self.baselines is None:
+            return batch
+        source = batch if batch.mismatched is None else batch.mismatched
+        log_probs = self.log_probs(params, source)
+        values = jax.lax.stop_gradient(self.baselines(log_probs, source))
+        return dataclasses.replace(batch, baselines=values)
+
+    def log_probs(self, params: Params, batch: SupervisedBatch) -> Float[Array, "B T"]:
+        """The network's log-prob of each token of a batch."""
+        forward = self.forward_spec(batch)
+
+        def microbatch_log_probs(microbatch: Microbatch):
+            return answer_log_probs(self.config, forward.run(params, microbatch), batch)[0]
+
+        packed = forward.with_stage_outputs(params, batch.packed)
+        return packed_batch.map_to_sequences(packed, microbatch_log_probs, *batch.tokens.shape)
 
     def forward_spec(self, batch: SupervisedBatch) -> predict.ForwardSpec:
         """How the network reads the packed rows of a batch."""
@@ -151,10 +211,12 @@ def sft(config: JobConfig, models: Models) -> Objective:
         return streams.map_rows(examples, lambda example: (example,))
 
     def loss(outputs: ForwardOutputs, batch: SupervisedBatch) -> LossAndMetrics:
-        log_probs, is_argmax = _log_probs(config, outputs, batch)
+        log_probs, is_argmax = answer_log_probs(config, outputs, batch)
         mask = outputs.microbatch.take(batch.mask)
         denominators = minibatch_denominators(batch.mask)
-        return losses.token_cross_entropy(log_probs, is_argmax, mask, denominators)
+        return losses.token_cross_entropy(
+            log_probs, is_argmax, mask, denominators, config.weighs_by_probability
+        )
 
     return Objective(
         name="sft",
@@ -178,7 +240,7 @@ def reward_model(
     """
 
     def rows(split: Split) -> Rows[Row]:
-        pairs = _preference_pairs(config, models, split, name)
+        pairs = preference_pairs(config, models, split, name)
         return (
             streams.map_rows(pairs, lambda p: PreferencePair(p.rejected, p.chosen))
             if costs
@@ -187,7 +249,7 @@ def reward_model(
 
     def loss(outputs: ForwardOutputs, batch: SupervisedBatch) -> LossAndMetrics:
         scores = outputs.sequence_scores(batch.lengths)
-        in_microbatch, (chosen, rejected) = _split_pairs(outputs.microbatch, batch, scores)
+        in_microbatch, (chosen, rejected) = split_pairs(outputs.microbatch, batch, scores)
         return losses.bradley_terry(chosen, rejected, in_microbatch, len(batch.tokens) // 2)
 
     return Objective(
@@ -201,46 +263,16 @@ def reward_model(
     )
 
 
-def dpo(config: DPOConfig, models: Models) -> Objective:
-    """Direct preference optimization on preference pairs, against a frozen reference."""
-
-    def loss(outputs: ForwardOutputs, batch: SupervisedBatch) -> LossAndMetrics:
-        microbatch, (log_probs, _) = outputs.microbatch, _log_probs(config, outputs, batch)
-        mask, reference = microbatch.take(batch.mask), microbatch.take(batch.ref_log_probs)
-        # Subtract per token, then sum: a difference of two sums would keep their rounding errors.
-        ratios = masked.sum(log_probs - reference, mask, axis=1)
-        in_microbatch, pair_ratios = _split_pairs(microbatch, batch, ratios)
-        _, pair_log_probs = _split_pairs(microbatch, batch, masked.sum(log_probs, mask, axis=1))
-        _, num_tokens = _split_pairs(microbatch, batch, mask.sum(1).astype(jnp.float32))
-        num_pairs = len(batch.tokens) // 2
-        value, metrics = losses.dpo(config.dpo, *pair_ratios, *num_tokens, in_microbatch, num_pairs)
-        mean_log_probs = {
-            f"logps/{name}": masked.sum(jax.lax.stop_gradient(values), in_microbatch) / num_pairs
-            for name, values in zip(("chosen", "rejected"), pair_log_probs, strict=True)
-        }
-        return value, {**metrics, **mean_log_probs}
-
-    return Objective(
-        name="dpo",
-        config=config,
-        models=models,
-        network=models.policy,
-        mesh=models.mesh,
-        rows=functools.partial(_preference_pairs, config, models),
-        output_loss=loss,
-        needs_reference=True,
-    )
-
-
-def _preference_pairs(
+def preference_pairs(
     config: JobConfig, models: Models, split: Split, name: str = ""
 ) -> Rows[PreferencePair]:
+    """The preference pairs of a job, for the reward model `name` if it is one of several."""
     return datasets.preference_pairs(
         config.data, models.tokenizer, split, config.seed, name, config.max_pair_tokens
     )
 
 
-def _log_probs(
+def answer_log_probs(
     config: JobConfig, outputs: ForwardOutputs, batch: SupervisedBatch
 ) -> tuple[Float[Array, "b T"], Float[Array, "b T"]]:
     """The policy's log-prob of each token, and 1 where it is the argmax else 0."""
@@ -253,7 +285,7 @@ def _log_probs(
     return log_probs, is_argmax
 
 
-def _split_pairs(
+def split_pairs(
     microbatch: Microbatch, batch: SupervisedBatch, values: Float[Array, " b"]
 ) -> tuple[Bool[Array, " pairs"], tuple[Float[Array, " pairs"], Float[Array, " pairs"]]]:
     """Which pairs of the batch are in this microbatch, and the values of their two sequences."""
@@ -276,21 +308,19 @@ def reference_log_prob_adder(
         return lambda batch, clock: batch
     mesh = objective.mesh
 
-    @functools.partial(jax.jit, out_shardings=mesh_lib.replicated(mesh))
-    def reference_log_probs(params: Params, batch: SupervisedBatch) -> Float[Array, "B T"]:
-        forward = objective.forward_spec(batch)
+    reference_log_probs = jax.jit(objective.log_probs, out_shardings=mesh_lib.replicated(mesh))
 
-        def microbatch_log_probs(microbatch: Microbatch):
-            return _log_probs(objective.config, forward.run(params, microbatch), batch)[0]
-
-        packed = forward.with_stage_outputs(params, batch.packed)
-        return packed_batch.map_to_sequences(packed, microbatch_log_probs, *batch.tokens.shape)
+    def with_reference(batch: SupervisedBatch, watch: Callable[[Any], Any]) -> SupervisedBatch:
+        return dataclasses.replace(
+            batch, ref_log_probs=watch(reference_log_probs(reference, batch))
+        )
 
     def complete(batch: SupervisedBatch, clock: Clock) -> SupervisedBatch:
         with clock("ref") as watch, jax.set_mesh(mesh):
-            return dataclasses.replace(
-                batch, ref_log_probs=watch(reference_log_probs(reference, batch))
-            )
+            if batch.mismatched is not None:
+                mismatched = with_reference(batch.mismatched, watch)
+                batch = dataclasses.replace(batch, mismatched=mismatched)
+            return with_reference(batch, watch)
 
     return complete
 
@@ -303,6 +333,7 @@ def make_metrics_program(objective: Objective):
         trained: Params, base: Params, batch: SupervisedBatch
     ) -> Mapping[str, Float[Array, ""]]:
         params = lora.combine_params(base, trained)
+        batch = objective.with_baselines(params, batch)
 
         def microbatch_metrics(microbatch: Microbatch):
             metrics = objective.loss(params, microbatch, batch)[1]

@@ -171,6 +171,12 @@ class ForwardOutputs(NamedTuple):
         return heads.sequence_scores(last_hidden, self.head_weight, jnp.zeros_like(last))
 
 
+def scores_policy(config: RLConfig) -> bool:
+    """Whether the policy runs over a step before its updates."""
+    interpolates = config.algorithm.old_log_probs == "interpolate"
+    return not is_on_policy(config) and not interpolates
+
+
 def is_on_policy(config: RLConfig) -> bool:
     """Whether a step is one update that needs no log-probs of the policy before it.
 
@@ -183,7 +189,7 @@ def is_on_policy(config: RLConfig) -> bool:
     one_update = trainer.epochs == 1 and config.minibatch_size == config.sequences_per_step
     alerts = config.alerts.entropy.action, config.alerts.log_prob_difference.action
     reads_old = (
-        requirements.requirements(algorithm).old_log_probs or algorithm.old_log_probs == "rollout"
+        requirements.requirements(algorithm).old_log_probs or algorithm.old_log_probs != "recompute"
     )
     fresh = not config.max_staleness
     return fresh and one_update and not reads_old and "skip" not in alerts
@@ -294,17 +300,16 @@ def predictor(
     """The function that runs every model over a step; it times `old_log_prob`, `ref` and `values`.
 
     It returns the rollouts too, with the routes that the update is to follow: those of the engine,
-    or with `router.replay="scoring"` those of this pass. With `is_on_policy` the policy does not
-    run; the engine's log-probs stand in its place and nothing reads them. Models on different
-    devices run at the same time: all are dispatched before any result is moved to the policy's
-    devices.
+    or with `router.replay="scoring"` those of this pass. Without `scores_policy` the policy does
+    not run; the engine's log-probs stand in its place. Models on different devices run at the same
+    time: all are dispatched before any result is moved to the policy's devices.
 
     Args:
       programs: The `scoring_programs`, if they are made already.
       wait_compiled: Waits until they are compiled.
     """
     of_policy, of_critic = programs or scoring_programs(config, models)
-    mesh, meshes, on_policy = models.mesh, models.meshes, is_on_policy(config)
+    mesh, meshes, scores = models.mesh, models.meshes, scores_policy(config)
     one_mesh = len({meshes[role] for role in ("policy", "reference", "critic")}) == 1
     replay = config.router.replay
 
@@ -331,7 +336,7 @@ def predictor(
         batch = rollouts.tokens, rollouts.lengths
         zeros = jnp.zeros(rollouts.tokens.shape, jnp.float32)
         old, entropies, squares = jnp.asarray(rollouts.rollout_log_probs), zeros, zeros
-        if not on_policy:
+        if scores:
             with jax.set_mesh(mesh), clock("old_log_prob") as watch:
                 policy_packed = with_support(mesh)
                 if replay == "rollout" and rollouts.routed_experts is not None:

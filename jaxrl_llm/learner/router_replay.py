@@ -18,6 +18,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.learner import RouterConfig, RouterLossConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.attention_modules import INDEXER
 from jaxrl_llm.models.moe.router import RouterInputs, RouterOutputs
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.packing.packed_batch import Microbatch
@@ -162,10 +163,17 @@ def with_balanced_biases(
 
 
 def with_frozen_biases(updates: Params) -> Params:
-    """Optimizer updates with zeros for selection biases: weight decay may not move them."""
+    """Optimizer updates with zeros for parameters without gradient: weight decay may not move them.
+
+    These are selection biases, and the indexers of sparse attention.
+    """
     return jax.tree_util.tree_map_with_path(
-        lambda path, u: jnp.zeros_like(u) if _is_selection_bias(path) else u, updates
+        lambda path, u: jnp.zeros_like(u) if _has_no_gradient(path) else u, updates
     )
+
+
+def _has_no_gradient(path: Any) -> bool:
+    return _is_selection_bias(path) or any(getattr(key, "key", "") == INDEXER for key in path)
 
 
 def _is_selection_bias(path: Any) -> bool:

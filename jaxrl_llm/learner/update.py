@@ -22,9 +22,9 @@ from jaxrl_llm.config import OptimizerConfig, RLConfig
 from jaxrl_llm.config.learner import RouterLossConfig
 from jaxrl_llm.learner import distillation, optimizer, router_replay
 from jaxrl_llm.learner import gradients as gradients_lib
-from jaxrl_llm.learner.batches import UpdateOrder, minibatches, padding_share
+from jaxrl_llm.learner.batches import UpdateOrder, minibatches, padding_share, proximal_shares
 from jaxrl_llm.learner.job_models import Models
-from jaxrl_llm.learner.predict import ForwardSpec, is_on_policy
+from jaxrl_llm.learner.predict import ForwardSpec, is_on_policy, scores_policy
 from jaxrl_llm.learner.vision import trainable_encoder
 from jaxrl_llm.learner.weights import LearnerState, Trainable
 from jaxrl_llm.metrics import statistics
@@ -158,6 +158,9 @@ class Updater:
         update_metrics: list[dict[str, Any]] = []
         with clock("update") as watch:
             self.wait_compiled()
+            if self.config.algorithm.old_log_probs == "interpolate":
+                shares = jnp.asarray(proximal_shares(rollouts, step - 1))
+                batch = dataclasses.replace(batch, proximal_shares=shares)
             # The copies for other meshes are dispatched before any update. Later, the policy's
             # devices would make them only after the updates queued before, and critics would wait.
             batch_by_mesh, token_fields = self.replicate_batch(batch), _token_fields(rollouts)
@@ -280,8 +283,8 @@ def make_updater(
     }
     distills = bool(config.distillation.teachers)
     uses_top_k = distills and config.distillation.loss == "forward_kl"
-    on_policy = is_on_policy(config)
-    entropy: heads.EntropyMode = "value" if on_policy else "none"
+    on_policy, scores = is_on_policy(config), scores_policy(config)
+    entropy: heads.EntropyMode = "none" if scores else "value"
     if algorithm.entropy_coef:
         entropy = "gradient"
     max_kl = config.alerts.kl.limit if config.alerts.kl.action == "skip" else math.inf
@@ -290,6 +293,8 @@ def make_updater(
     def policy_update(role: Trainable, base: Params, batch: Minibatch, packed: PackedBatch, key):
         num_sequences, width = batch.tokens.shape
         denominators = minibatch_denominators(batch.loss_mask, scale)
+        observations = losses.observation_mask(batch.response_mask, batch.lengths)
+        observation_counts = minibatch_denominators(observations, scale)
         if distills:
             teacher = distillation.MaskedTeacherLogProbs.from_packed(packed, batch)
             teacher_denominators = minibatch_denominators(teacher.mask)
@@ -333,6 +338,16 @@ def make_updater(
             # without a gradient, and a pass over the step is saved (`predict.is_on_policy`).
             if on_policy:
                 rows = dataclasses.replace(rows, old_log_probs=detached)
+            elif algorithm.old_log_probs == "interpolate":
+                old = corrections.interpolated_log_probs(
+                    rows.rollout_log_probs, log_probs, rows.proximal_shares
+                )
+                correction_weights = corrections.interpolated_weights(
+                    algorithm, old, rows.rollout_log_probs, rows.response_mask
+                )
+                rows = dataclasses.replace(
+                    rows, old_log_probs=old, correction_weights=correction_weights
+                )
             if distills:
                 teacher_rows = jax.tree.map(microbatch.take, teacher)
                 rows = (
@@ -356,6 +371,12 @@ def make_updater(
                     teacher_denominators,
                 )
                 loss_value, metrics = loss_value + divergence, {**metrics, **teacher_metrics}
+            if algorithm.observation_coef:
+                observation_loss, observation_metrics = losses.observation_loss(
+                    algorithm, log_probs, microbatch.take(observations), observation_counts
+                )
+                loss_value += observation_loss
+                metrics = {**metrics, **observation_metrics}
             step_log_probs = microbatch.put(jnp.zeros_like(batch.old_log_probs), detached)
             router_loss, router_sums = router_replay.router_loss(
                 config.router, outputs.routed, batch.response_mask
@@ -381,7 +402,7 @@ def make_updater(
             config.router, models.policy.shape, role, update_metrics, "actor"
         )
         metrics = {name: value for name, value in metrics.items() if name not in dropped_names}
-        if on_policy:
+        if not scores:
             metrics |= corrections.engine_gap(
                 update_metrics["log_probs"], batch.rollout_log_probs, batch.response_mask
             )

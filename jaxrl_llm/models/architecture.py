@@ -17,18 +17,28 @@ class RopeScaling:
 
     `factor` 1 changes nothing. "linear" divides all frequencies by the factor;
     "llama3" those of long wavelengths (arXiv:2407.21783, Sec. 3.2); "yarn" those that rotate less
-    than `slow_turns` times in the original context (arXiv:2309.00071, Sec. 3.2).
+    than `slow_turns` times in the original context (arXiv:2309.00071, Sec. 3.2); "longrope" divides
+    each frequency by a factor of its own (arXiv:2402.13753, Sec. 3.2): by one of `long_factors` in
+    a network for longer sequences than the original context (`Architecture.for_length`), by one of
+    `short_factors` in others.
     """
 
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
-    kind: Literal["llama3", "linear", "yarn"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
     fast_turns: float = 32.0  # yarn
     slow_turns: float = 1.0
     whole_dims: bool = True  # yarn: bounds of the ramp are rounded to whole dims
-    magnitude: float = 1.0  # yarn: multiplies cos and sin
+    magnitude: float = 1.0  # yarn, longrope: multiplies cos and sin
+    short_factors: tuple[float, ...] = ()  # longrope: one per rotated pair
+    long_factors: tuple[float, ...] = ()
+    is_long: bool = False  # longrope: `long_factors` are used
+
+    @property
+    def changes_frequencies(self) -> bool:
+        return self.factor != 1.0 or self.kind == "longrope"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +49,7 @@ class LayerType:
     chunk: int = 0  # chunked attention: positions per chunk; 0: full attention
     rope: Literal["main", "local", "none"] = "main"
     experts: bool = False  # a mixture of experts instead of one MLP
+    top_keys: int = 0  # keys that a query attends to, chosen by the `KeyIndexer`; 0: all
 
 
 UNIFORM_LAYER = LayerType()  # the layer type of a uniform model
@@ -52,6 +63,15 @@ class LatentAttentionSizes:
     plain_size: int  # dims of a query or key that are not rotated; they come first
     value_size: int
     q_rank: int = 0  # of the query latent; 0: queries are projected from the hidden state
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyIndexer:
+    """The lightning indexer of sparse attention, DSA (arXiv:2512.02556, Sec. 2.1)."""
+
+    num_heads: int
+    head_size: int
+    rope_interleaved: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +137,7 @@ class VisionArchitecture:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """One decoder-only transformer: pre-norm layers of attention and a gated MLP or experts."""
+    """One decoder-only transformer: layers of attention and a gated MLP or experts."""
 
     family: str
     vocab_size: int
@@ -133,6 +153,7 @@ class Architecture:
     norm_eps: float = 1e-6
     qkv_bias: bool = False  # Qwen2
     qk_norm: bool = False  # Qwen3: of each head, before rotary embeddings
+    wide_qk_norm: bool = False  # OLMo 2: of all heads together, before rotary embeddings
     tie_embeddings: bool = True
     layers: tuple[LayerType, ...] = ()  # one per layer; (): all uniform
     local_rope_theta: float = 10_000.0  # of layers with `rope="local"`, which is not scaled
@@ -148,9 +169,11 @@ class Architecture:
     long_query_from: int = 8192
     act: Literal["silu", "gelu"] = "silu"
     norm_offset: float = 0.0  # Gemma: norms multiply by 1 + scale
+    pre_norms: bool = True  # norms of attention and MLP inputs; OLMo 2 has only `post_norms`
     post_norms: bool = False  # norms of attention and MLP outputs, before the residual addition
     scale_embeddings: bool = False  # Gemma: by the square root of the hidden size
     latent: LatentAttentionSizes | None = None
+    indexer: KeyIndexer | None = None  # of layers with `top_keys`, only with `latent`
     experts: Experts | None = None
     # M-RoPE: pairs of a head that rotate with time, row and column of an image, in this order
     # (arXiv:2409.12191, Sec. 2.1); (): positions are one number.
@@ -175,6 +198,28 @@ class Architecture:
         """This architecture with layers stored for `mesh.stage` and `mesh.stage_rounds`."""
         return dataclasses.replace(self, stages=stages, rounds=rounds if stages > 1 else 1)
 
+    def for_length(self, max_tokens: int) -> "Architecture":
+        """This architecture in a program whose longest sequence has `max_tokens` tokens.
+
+        Only longrope depends on it, and never goes back to the short factors. All sequences have
+        the factors of the longest one, as in vLLM: with factors by sequence, tokens that were
+        sampled before a sequence outgrew the original context would be scored with other
+        frequencies than they were sampled with.
+        """
+        scaling = self.rope_scaling
+        if scaling.kind != "longrope" or max_tokens <= scaling.original_max_positions:
+            return self
+        return dataclasses.replace(self, rope_scaling=dataclasses.replace(scaling, is_long=True))
+
+    @property
+    def as_published(self) -> "Architecture":
+        """This architecture as a model folder describes it: for sequences of any length."""
+        if not self.rope_scaling.is_long:
+            return self
+        return dataclasses.replace(
+            self, rope_scaling=dataclasses.replace(self.rope_scaling, is_long=False)
+        )
+
     @property
     def layer_stacks(self) -> dict[str, "LayerStack"]:
         """All stacks by name in the parameter tree."""
@@ -189,10 +234,12 @@ class Architecture:
     def kv_cache_sizes(self) -> tuple[int, int, int]:
         """Heads, key dims and value dims of a token in the KV cache.
 
-        With MLA there are no values: they are the first `kv_rank` dims of the keys.
+        With MLA there are no values: they are the first `kv_rank` dims of the keys. The last dims
+        of the keys are those of the indexer, if there is one.
         """
         if self.latent:
-            return 1, self.latent.kv_rank + self.head_size - self.latent.plain_size, 0
+            key_size = self.latent.kv_rank + self.head_size - self.latent.plain_size
+            return 1, key_size + (self.indexer.head_size if self.indexer else 0), 0
         return self.num_kv_heads, self.head_size, self.head_size
 
     @property

@@ -46,6 +46,14 @@ class AttentionScoring(NamedTuple):
 DEFAULT_SCORING = AttentionScoring()
 
 
+class KeyIndex(NamedTuple):
+    """Index queries, keys and head weights of a sparse attention layer (DSA)."""
+
+    q: Float[Array, "B T heads size"]
+    k: Float[Array, "B keys size"]
+    weights: Float[Array, "B T heads"]  # of each head's scores, float32
+
+
 def implementation_for(
     requested: Literal["auto", "xla", "splash", "cudnn"],
     platform: str,
@@ -130,6 +138,8 @@ def full_attention(
     prefix_ids: Int[Array | np.ndarray, "_ prefix"] = NO_PREFIXES,
     key_blocks: Int[Array | np.ndarray, "_ blocks seen"] = ALL_KEY_BLOCKS,
     positions: Int[Array, "B T"] | None = None,
+    index: KeyIndex | None = None,
+    top_keys: int = 0,
 ) -> Float[Array, "B T N value"]:
     """Causal attention within each segment: softmax(scale q k) v.
 
@@ -146,12 +156,19 @@ def full_attention(
       key_blocks: For each of several equal blocks of queries, the indices of all blocks of keys
         that it attends to, padded with the number of blocks. Saves work for "xla" with prefixes.
       positions: In each token's own sequence; needed for a window with `prefix_ids`.
+      index: Each query attends to its `top_keys` best keys only (sparse attention), with XLA's
+        attention whatever the implementation.
     """
     has_prefixes = bool(prefix_ids.shape[1])
     if has_prefixes and (not supports_prefixes(implementation) or (window and positions is None)):
         raise ValueError(
             f"full_attention: prefix_ids with {implementation} and a window of {window}; rows"
             " of whole sequences have none, and a window needs positions"
+        )
+    if index is not None:
+        attend = functools.partial(masked_attention, scoring=scoring)
+        return _blockwise_attention(
+            q, k, v, segment_ids, prefix_ids, attend, window, positions, index, top_keys
         )
     if implementation == "splash":
         return _splash(q, k, v, segment_ids, window, scoring, interpret)
@@ -204,16 +221,27 @@ def _block_sparse_attention(
     return mixed.reshape(*q.shape[:-1], v.shape[-1])
 
 
-def _blockwise_attention(q, k, v, segment_ids, prefix_ids, attend, window: int, positions):
+def _blockwise_attention(
+    q, k, v, segment_ids, prefix_ids, attend, window: int, positions, index=None, top_keys: int = 0
+):
     """Attention of one block of queries after another.
 
     The backward pass recomputes scores, so that only those of one block are in memory at a time.
     """
-    batch, length, num_heads, size = q.shape
+    batch, length, num_heads, _ = q.shape
     mask_of = functools.partial(segment_causal_mask, window=window)
+    index_queries = None if index is None else (index.q, index.weights)
+
+    def selected(mask, index_queries):
+        if index_queries is None:
+            return mask
+        index_q, weights = index_queries
+        scores = index_scores(index_q, weights, index.k)
+        return top_visible_keys(scores, mask[:, 0], top_keys)[:, None]
+
     if length <= QUERY_BLOCK:
         mask = mask_of(segment_ids, prefix_ids=prefix_ids, positions=positions)
-        return attend(q, k, v, mask=mask)
+        return attend(q, k, v, mask=selected(mask, index_queries))
     count = -(-length // QUERY_BLOCK)
     width = -(-length // count)
     num_padding = count * width - length  # queries without a token, at the end
@@ -223,16 +251,56 @@ def _blockwise_attention(q, k, v, segment_ids, prefix_ids, attend, window: int, 
     padded_positions = None if positions is None else pad_row(positions)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def attend_block(queries, index):
+    def attend_block(queries, index_queries, block):
         mask = mask_of(
-            padded_ids, index * width, width, prefix_ids=padded_prefixes, positions=padded_positions
+            padded_ids, block * width, width, prefix_ids=padded_prefixes, positions=padded_positions
         )
-        return attend(queries, k, v, mask=mask[..., :length])
+        return attend(queries, k, v, mask=selected(mask[..., :length], index_queries))
 
-    queries = jnp.pad(q, ((0, 0), (0, num_padding), (0, 0), (0, 0)))
-    queries = jnp.moveaxis(queries.reshape(batch, count, width, num_heads, size), 1, 0)
-    mixed = jax.lax.map(lambda piece: attend_block(*piece), (queries, jnp.arange(count)))
+    def to_blocks(a):
+        a = jnp.pad(a, ((0, 0), (0, num_padding), *[(0, 0)] * (a.ndim - 2)))
+        return jnp.moveaxis(a.reshape(batch, count, width, *a.shape[2:]), 1, 0)
+
+    pieces = jax.tree.map(to_blocks, (q, index_queries))
+    mixed = jax.lax.map(lambda piece: attend_block(*piece), (*pieces, jnp.arange(count)))
     return jnp.moveaxis(mixed, 0, 1).reshape(batch, -1, num_heads, v.shape[-1])[:, :length]
+
+
+def index_scores(
+    q: Float[Array, "B queries heads size"],
+    weights: Float[Array, "B queries heads"],
+    k: Float[Array, "B keys size"],
+) -> Float[Array, "B queries keys"]:
+    """The index scores of sparse attention, float32 (arXiv:2512.02556, Eq. 1).
+
+    `sum_h weights_h relu(q_h k)`, one head after another: with all at once, the scores of a block
+    of queries would be as many as those of the attention itself.
+    """
+
+    def add_head(total, head):
+        head_q, weight = head
+        products = jnp.einsum("bqd,bsd->bqs", head_q, k, preferred_element_type=jnp.float32)
+        return total + weight[..., None] * jax.nn.relu(products), None
+
+    heads = jnp.moveaxis(q, 2, 0), jnp.moveaxis(weights.astype(jnp.float32), 2, 0)
+    total = jnp.zeros((*q.shape[:2], k.shape[1]), jnp.float32)
+    return jax.lax.scan(add_head, total, heads)[0]
+
+
+def top_visible_keys(
+    scores: Float[Array, "B queries keys"],
+    visible: Bool[Array, "_ queries keys"],
+    top_keys: int,
+) -> Bool[Array, "B queries keys"]:
+    """The mask of the `top_keys` visible keys with the highest scores; of equal ones the first.
+
+    All visible keys where they are fewer.
+    """
+    if scores.shape[-1] <= top_keys:
+        return jnp.broadcast_to(visible, scores.shape)
+    chosen = jax.lax.top_k(jnp.where(visible, scores, -jnp.inf), top_keys)[1]
+    selected = jnp.zeros(scores.shape, bool)
+    return jnp.put_along_axis(selected, chosen, True, axis=-1, inplace=False) & visible
 
 
 def masked_attention(

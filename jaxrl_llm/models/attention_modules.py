@@ -3,19 +3,21 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models.architecture import Architecture, LayerType, RopeScaling
-from jaxrl_llm.models.attention import DEFAULT_SCORING, AttentionScoring
+from jaxrl_llm.models.architecture import Architecture, KeyIndexer, LayerType, RopeScaling
+from jaxrl_llm.models.attention import DEFAULT_SCORING, AttentionScoring, KeyIndex
 from jaxrl_llm.models.layers import Linear, ParamFactory, RMSNorm, rms_normalized
 from jaxrl_llm.sharding.mesh import constrain
 
+INDEXER = "indexer"  # the module whose parameters no gradient reaches
 _LATENT_EPS = 1e-6  # of norms inside latent attention, independent of the model's `norm_eps`
 
 
@@ -32,6 +34,10 @@ class AttentionInputs(NamedTuple):
     window: int = 0
     chunk: int = 0
     value_size: int = 0  # dims of the keys that are values, if `v` is None
+    # Sparse attention: a query attends to its `top_keys` best keys only. The keys of the index are
+    # also the last dims of `cache_entries[0]`, behind those that `q` is compared with.
+    key_index: KeyIndex | None = None
+    top_keys: int = 0
 
 
 # Returns the attention output [B, T, N, value], and a result of its own such as the new KV cache.
@@ -42,6 +48,9 @@ Rotary = dict[str, tuple[Array, ...]]  # cos and sin by `LayerType.rope`
 def rotary_frequencies(size: int, theta: float, scaling: RopeScaling) -> Float[Array, " half"]:
     """The angle per position of every pair (arXiv:2104.09864), float32."""
     frequencies = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
+    if scaling.kind == "longrope":
+        factors = scaling.long_factors if scaling.is_long else scaling.short_factors
+        return frequencies / jnp.asarray(factors, jnp.float32)
     if scaling.factor != 1.0:
         unscaled = _unscaled_shares(frequencies, theta, scaling)
         frequencies = frequencies * (unscaled + (1.0 - unscaled) / scaling.factor)
@@ -150,6 +159,9 @@ class GroupedQueryAttention(nnx.Module):
         if shape.qk_norm:
             self.q_norm = RMSNorm(build, h, shape)
             self.k_norm = RMSNorm(build, h, shape)
+        elif shape.wide_qk_norm:
+            self.q_norm = RMSNorm(build, queries, shape)
+            self.k_norm = RMSNorm(build, keys, shape)
         if shape.sinks:
             self.sinks = build.normal((shape.num_heads,), ("norm",))
         self.shape, self.layer, self.projected = shape, layer, build.products.after_qkv_projection
@@ -163,7 +175,10 @@ class GroupedQueryAttention(nnx.Module):
     ):
         shape, layer = self.shape, self.layer
         heads = (*x.shape[:-1], -1, shape.head_size)
-        q, k, v = (self.projected(f(x)).reshape(heads) for f in (self.q, self.k, self.v))
+        q, k, v = (self.projected(f(x)) for f in (self.q, self.k, self.v))
+        if shape.wide_qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (projection.reshape(heads) for projection in (q, k, v))
         if shape.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if layer.rope != "none":
@@ -187,6 +202,52 @@ class GroupedQueryAttention(nnx.Module):
         return self.o(mixed.reshape(*x.shape[:-1], -1)), cache
 
 
+class LayerNorm(nnx.Module):
+    """Layer normalization over the last dim with scale and bias, computed in float32."""
+
+    def __init__(self, build: ParamFactory, size: int):
+        self.scale = build.param(nnx.initializers.ones_init(), (size,), ("norm",))
+        self.bias = build.zeros((size,), ("norm",))
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        wide = x.astype(jnp.float32)
+        wide = wide - wide.mean(-1, keepdims=True)
+        scale, bias = (a[...].astype(jnp.float32) for a in (self.scale, self.bias))
+        return (rms_normalized(wide, _LATENT_EPS) * scale + bias).astype(x.dtype)
+
+
+class Indexer(nnx.Module):
+    """The lightning indexer of a sparse attention layer (arXiv:2512.02556, Sec. 2.1).
+
+    Its choice of keys has no gradient, so that a loss on the model's output leaves its parameters
+    as they are; they were trained to imitate the attention that they now select keys for.
+    """
+
+    def __init__(self, build: ParamFactory, shape: Architecture, indexer: KeyIndexer):
+        assert shape.latent is not None
+        d, heads, size = shape.hidden_size, indexer.num_heads, indexer.head_size
+        self.q = Linear(build, INDEXER, shape.latent.q_rank, heads * size, ("rank", "whole"))
+        self.k = Linear(build, INDEXER, d, size, ("whole", "rank"))
+        self.k_norm = LayerNorm(build, size)
+        self.weights = Linear(build, INDEXER, d, heads, ("whole", "rank"))
+        self.indexer = indexer
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        q_latent: Float[Array, "B T rank"],
+        table: tuple[Array, ...],
+    ) -> KeyIndex:
+        """The index queries and keys of tokens; the first dims of both are rotated."""
+        heads, size = self.indexer.num_heads, self.indexer.head_size
+        x, q_latent = jax.lax.stop_gradient((x, q_latent))
+        pairs = self.indexer.rope_interleaved
+        q = apply_rotary(self.q(q_latent).reshape(*x.shape[:-1], heads, size), table, pairs)
+        k = apply_rotary(self.k_norm(self.k(x))[..., None, :], table, pairs)
+        weights = self.weights(x.astype(jnp.float32)) * (heads * size) ** -0.5
+        return jax.lax.stop_gradient(KeyIndex(q, k[..., 0, :], weights))
+
+
 class LatentAttention(nnx.Module):
     """Multi-head latent attention, MLA (arXiv:2405.04434).
 
@@ -195,7 +256,7 @@ class LatentAttention(nnx.Module):
     that all heads attend to the latents directly (Sec. 2.1.2 there). It is the same function.
     """
 
-    def __init__(self, build: ParamFactory, shape: Architecture):
+    def __init__(self, build: ParamFactory, shape: Architecture, layer: LayerType):
         latent = shape.latent
         assert latent is not None
         d, heads, rank = shape.hidden_size, shape.num_heads, latent.kv_rank
@@ -215,6 +276,10 @@ class LatentAttention(nnx.Module):
         self.kv_norm = RMSNorm(build, rank, inner_shape)
         self.kv_b = Linear(build, "v", rank, keys_and_values, ("rank", "key_value_heads"))
         self.o = Linear(build, "o", heads * latent.value_size, d, ("value_heads", "embed"))
+        if layer.top_keys:
+            assert shape.indexer is not None
+            self.indexer = Indexer(build, shape, shape.indexer)
+        self.layer = layer
         self.shape, self.latent, self.projected = shape, latent, build.products.after_qkv_projection
 
     def __call__(
@@ -227,7 +292,8 @@ class LatentAttention(nnx.Module):
         shape, latent = self.shape, self.latent
         plain, rank = latent.plain_size, latent.kv_rank
         table, pairs = rotary["main"], shape.rope_interleaved
-        q = self.q_b(self.q_norm(self.q_a(x))) if latent.q_rank else self.q(x)
+        q_latent = self.q_norm(self.q_a(x)) if latent.q_rank else None
+        q = self.q(x) if q_latent is None else self.q_b(q_latent)
         q = self.projected(q).reshape(*x.shape[:-1], -1, shape.head_size)
         q_rotated = apply_rotary(q[..., plain:], table, pairs)
         kv_down = self.kv_a(x)
@@ -235,12 +301,21 @@ class LatentAttention(nnx.Module):
         k_rotated = apply_rotary(kv_down[..., None, rank:], table, pairs)
         cached = jnp.concatenate([kv_latent[..., None, :], k_rotated], -1)
         scoring = AttentionScoring(shape.query_scale or shape.head_size**-0.5)
+        sparse: dict[str, Any] = {}
+        cache_entry = cached
+        if self.layer.top_keys:
+            assert q_latent is not None
+            key_index = self.indexer(x, q_latent, table)
+            sparse = {"key_index": key_index, "top_keys": self.layer.top_keys}
+            cache_entry = jnp.concatenate([cached, key_index.k[..., None, :]], -1)
         if compressed:
             up = self.kv_b.weight(x.dtype).reshape(rank, -1, plain + latent.value_size)
             absorbed = jnp.einsum("btnd,rnd->btnr", q[..., :plain], up[..., :plain])
             q_latent = jnp.concatenate([absorbed, q_rotated], -1)
             mixed, cache = attend(
-                AttentionInputs(q_latent, cached, None, (cached,), scoring, value_size=rank)
+                AttentionInputs(
+                    q_latent, cached, None, (cache_entry,), scoring, value_size=rank, **sparse
+                )
             )
             mixed = jnp.einsum("btnr,rnd->btnd", mixed, up[..., plain:])
         else:
@@ -250,6 +325,6 @@ class LatentAttention(nnx.Module):
             k, v = jnp.concatenate([up[..., :plain], rotated], -1), up[..., plain:]
             q, k, v = (constrain(a, "batch", "length", "heads", None) for a in (q, k, v))
             q, k, v = (checkpoint_name(a, name) for a, name in zip((q, k, v), "qkv", strict=True))
-            mixed, cache = attend(AttentionInputs(q, k, v, (cached,), scoring))
+            mixed, cache = attend(AttentionInputs(q, k, v, (cache_entry,), scoring, **sparse))
             mixed = checkpoint_name(mixed, "mixed")
         return self.o(mixed.reshape(*x.shape[:-1], -1)), cache

@@ -18,17 +18,19 @@ from jaxrl_llm.sharding.mesh import constrain
 
 
 class Block(nnx.Module):
-    """One pre-norm decoder layer."""
+    """One decoder layer: attention and an MLP or experts, with norms before or after each."""
 
     def __init__(self, build: ParamFactory, shape: Architecture, layer: LayerType):
         d = shape.hidden_size
-        self.attention_norm = RMSNorm(build, d, shape)
+        if shape.pre_norms:
+            self.attention_norm = RMSNorm(build, d, shape)
         self.attention = (
-            LatentAttention(build, shape)
+            LatentAttention(build, shape, layer)
             if shape.latent
             else GroupedQueryAttention(build, shape, layer)
         )
-        self.mlp_norm = RMSNorm(build, d, shape)
+        if shape.pre_norms:
+            self.mlp_norm = RMSNorm(build, d, shape)
         self.mlp: MLP | ExpertMLP = (
             ExpertMLP(build, shape) if layer.experts else MLP(build, shape, shape.mlp_size)
         )
@@ -46,15 +48,17 @@ class Block(nnx.Module):
     ):
         """The output, the second result of `attend`, and router outputs (None: no experts)."""
         x = checkpoint_name(x, "stream")
-        mixed, cache = self.attention(self.attention_norm(x), rotary, attend, compressed)
+        normed = self.attention_norm(x) if hasattr(self, "attention_norm") else x
+        mixed, cache = self.attention(normed, rotary, attend, compressed)
         if hasattr(self, "attention_post_norm"):
             mixed = self.attention_post_norm(mixed)
         x = x + mixed
+        normed = self.mlp_norm(x) if hasattr(self, "mlp_norm") else x
         routed, mlp = None, self.mlp
         if isinstance(mlp, ExpertMLP):
-            y, routed = mlp(self.mlp_norm(x), routing)
+            y, routed = mlp(normed, routing)
         else:
-            y = mlp(self.mlp_norm(x))
+            y = mlp(normed)
         if hasattr(self, "mlp_post_norm"):
             y = self.mlp_post_norm(y)
         return constrain(x + y, "batch", "length", "embed"), cache, routed

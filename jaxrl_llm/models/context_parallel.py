@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_llm.models.attention import KeyIndex
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 ContextParallelForm = Literal["all_to_all", "ring"]
@@ -34,12 +35,14 @@ def context_parallel_attention(
     form: ContextParallelForm,
     whole_rows: Callable[..., Array],
     sinks: Float[Array, " N"] | None = None,
+    index: KeyIndex | None = None,
 ) -> Float[Array, "B T N value"]:
     """Causal attention within each segment; segment 0 is padding.
 
-    `whole_rows(q, k, v, segment_ids, sinks)` is attention of unsharded rows: without a sequence
-    axis, and of each device's local heads in the form "all_to_all". The ring supports only plain
-    attention: scores scaled by H ** -0.5, no window, cap or sinks, values as wide as keys.
+    `whole_rows(q, k, v, segment_ids, sinks, index)` is attention of unsharded rows: without a
+    sequence axis, and of each device's local heads in the form "all_to_all". The ring supports only
+    plain attention: scores scaled by H ** -0.5, no window, cap, sinks or index, values as wide as
+    keys.
 
     Raises:
       ValueError: If length or heads do not divide; see `padded_row_width` and `sharding_problem`.
@@ -47,7 +50,7 @@ def context_parallel_attention(
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     shards = sizes.get(SEQUENCE_AXIS, 1)
     if shards == 1:
-        return whole_rows(q, k, v, segment_ids, sinks)
+        return whole_rows(q, k, v, segment_ids, sinks, index)
     num_heads, length = q.shape[2], q.shape[1]
     if length % (2 * shards):
         raise ValueError(f"rows of {length} tokens over {shards} sequence shards: see `row_width`")
@@ -65,10 +68,10 @@ def context_parallel_attention(
         "all_to_all": functools.partial(_all_to_all_attention, whole_rows),
         "ring": functools.partial(_ring_attention, shards),
     }[form]
-    extra = () if sinks is None else (sinks,)
-    specs = rows, rows, rows, tokens, *(P(_head_axes(rows[2])) for _ in extra)
+    # Prefixes of the trees of `sinks` and `index`, which may be None.
+    specs = rows, rows, rows, tokens, P(_head_axes(rows[2])), P(*tokens)
     mapped = jax.shard_map(local, in_specs=specs, out_specs=rows, check_vma=False)
-    return mapped(q, k, v, segment_ids, *extra)
+    return mapped(q, k, v, segment_ids, sinks, index)
 
 
 def _head_axes(axes) -> tuple[str, ...]:
@@ -113,11 +116,13 @@ def padded_row_width(width: int, shards: int) -> int:
     return -(-width // multiple) * multiple
 
 
-def _all_to_all_attention(whole_rows, q, k, v, segment_ids, sinks=None):
+def _all_to_all_attention(whole_rows, q, k, v, segment_ids, sinks, index):
     exchange = functools.partial(lax.all_to_all, axis_name=SEQUENCE_AXIS, tiled=True)
     q, k, v = (exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v))
-    whole_ids = lax.all_gather(segment_ids, SEQUENCE_AXIS, axis=1, tiled=True)
-    mixed = whole_rows(q, k, v, whole_ids, sinks)
+    gather = functools.partial(lax.all_gather, axis_name=SEQUENCE_AXIS, axis=1, tiled=True)
+    # Each device selects the keys of whole rows again: every head needs the same ones.
+    whole_ids, index = jax.tree.map(gather, (segment_ids, index))
+    mixed = whole_rows(q, k, v, whole_ids, sinks, index)
     return exchange(mixed, split_axis=1, concat_axis=2)
 
 
@@ -126,7 +131,8 @@ def _all_to_all_attention(whole_rows, q, k, v, segment_ids, sinks=None):
 # 2S-1-d, and has work in two of four pairs of its own and another device's pieces, in every step.
 
 
-def _ring_attention(shards: int, q, k, v, segment_ids):
+def _ring_attention(shards: int, q, k, v, segment_ids, sinks, index):
+    assert sinks is None and index is None
     zigzag = functools.partial(_zigzag, shards)
     num_kv_heads, size = k.shape[2:]
     blocks = _num_blocks(q.shape[1])

@@ -23,7 +23,11 @@ def attention_matmul_weights(shape: Architecture) -> int:
     q_proj = (d if not latent.q_rank else latent.q_rank) * heads * shape.head_size
     down_proj = d * (latent.q_rank + latent.kv_rank + shape.head_size - latent.plain_size)
     up_proj = latent.kv_rank * heads * (latent.plain_size + latent.value_size)
-    return q_proj + down_proj + up_proj + heads * latent.value_size * d
+    weights = q_proj + down_proj + up_proj + heads * latent.value_size * d
+    if indexer := shape.indexer:
+        weights += latent.q_rank * indexer.num_heads * indexer.head_size
+        weights += d * (indexer.head_size + indexer.num_heads)
+    return weights
 
 
 def mlp_matmul_weights(shape: Architecture, kind: LayerType = UNIFORM_LAYER) -> int:
@@ -52,9 +56,9 @@ def attention_crossover_keys(shape: Architecture) -> int:
 def attended_pairs(kind: LayerType, lengths: Float[np.ndarray, " B"]) -> float:
     """The number of attended query-key pairs in a layer of this kind."""
     triangle = lambda n: n * (n + 1) / 2  # noqa: E731
-    if kind.window:
-        past_window = np.maximum(lengths - kind.window, 0)
-        return float((triangle(lengths - past_window) + past_window * kind.window).sum())
+    if most_keys := kind.window or kind.top_keys:
+        past = np.maximum(lengths - most_keys, 0)
+        return float((triangle(lengths - past) + past * most_keys).sum())
     if kind.chunk:
         num_chunks, remainder = np.divmod(lengths, kind.chunk)
         return float((num_chunks * triangle(kind.chunk) + triangle(remainder)).sum())
@@ -65,7 +69,8 @@ def forward(shape: Architecture, lengths: Int[np.ndarray, " B"], num_labels: int
     """FLOPs of one forward pass over sequences of these lengths.
 
     Matmuls only: `2 T` per active weight, and in each layer `2 N (H + value)` per attended
-    query-key pair. `num_labels` is the width of the head; 0: the vocabulary.
+    query-key pair, and those of an indexer per visible pair. `num_labels` is the width of the head;
+    0: the vocabulary.
     """
     lengths = np.asarray(lengths, np.float64)  # counts of a long run overflow 64-bit integers
     head = (num_labels or shape.vocab_size) * shape.hidden_size
@@ -74,6 +79,9 @@ def forward(shape: Architecture, lengths: Int[np.ndarray, " B"], num_labels: int
     for kind, count in collections.Counter(shape.layer_types).items():
         weights += count * layer_matmul_weights(shape, kind)
         attention += count * flops_per_pair * attended_pairs(kind, lengths)
+        if kind.top_keys and shape.indexer:
+            index_flops = 2 * shape.indexer.num_heads * shape.indexer.head_size
+            attention += count * index_flops * attended_pairs(UNIFORM_LAYER, lengths)
     return float(2 * weights * lengths.sum() + attention)
 
 

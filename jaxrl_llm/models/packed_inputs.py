@@ -37,7 +37,7 @@ class PackedInputs(NamedTuple):
         assert a.v is not None
         prefixes = attention.chunked_segment_ids(a.chunk, self.prefix_ids, self.positions)
 
-        def whole_rows(q, k, v, ids, sinks):
+        def whole_rows(q, k, v, ids, sinks, index):
             return attention.full_attention(
                 q,
                 k,
@@ -49,11 +49,20 @@ class PackedInputs(NamedTuple):
                 prefix_ids=prefixes,
                 key_blocks=self.key_blocks,
                 positions=self.positions if self.prefix_ids.shape[1] else None,
+                index=index,
+                top_keys=a.top_keys,
             )
 
         ids = attention.chunked_segment_ids(a.chunk, self.segment_ids, self.positions)
         mixed = context_parallel.context_parallel_attention(
-            a.q, a.k, a.v, segment_ids=ids, form=form, whole_rows=whole_rows, sinks=a.scoring.sinks
+            a.q,
+            a.k,
+            a.v,
+            segment_ids=ids,
+            form=form,
+            whole_rows=whole_rows,
+            sinks=a.scoring.sinks,
+            index=a.key_index,
         )
         return mixed, None
 

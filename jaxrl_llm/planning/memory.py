@@ -57,6 +57,11 @@ def _compiler(setting: RunSetting) -> _Compiler:
     return _COMPILERS["one cpu" if is_single_cpu else setting.backend]
 
 
+# Per query and key of a block that an indexer compares: the score and the sorted numbers and
+# indices of top-k, 4 bytes each, and the mask.
+_SELECTION_BYTES = 13.0
+
+
 def program_parts(setting: RunSetting, roles: Collection[str] = ROLES) -> dict[str, MemoryParts]:
     """Arguments and temporaries of each program of `planning/compiled_memory.py`."""
     learners = [role for role in ("policy", "critic") if role in roles and setting.has_role(role)]
@@ -198,7 +203,11 @@ class _MicrobatchBytes:
         # Float32 attention weights of one block of queries; kernels materialize none.
         block = 1.0 if rows.key_copies else min(1.0, attention.QUERY_BLOCK / rows.width)
         scores = tokens * query_heads * rows.keys * 4.0 * block
-        self.scores = scores if setting.attention_kernel == "xla" else 0.0
+        self.scores = scores if setting.attention_kernel == "xla" or shape.indexer else 0.0
+        self.selection = 0.0  # of the keys of one block of queries; has no backward pass
+        if indexer := shape.indexer:
+            self.selection = tokens * rows.keys * block * _SELECTION_BYTES
+            self.selection += tokens * indexer.num_heads * indexer.head_size * item
         # Scores that a layer saves for its backward pass, and keys gathered for them. With several
         # blocks of queries, scores are recomputed.
         one_block = rows.keys <= attention.QUERY_BLOCK
@@ -277,7 +286,9 @@ def _train(setting: RunSetting, roles: Sequence[str]) -> MemoryParts:
         logits=work.chunk_logits,
         temporary=work.head_chunk + buffers + work.head_copies(compiler, passes=2),
     )
-    attention_bytes = 4 * work.scores + 2 * (work.queries + work.keys + work.values)
+    attention_bytes = (
+        4 * work.scores + work.selection + 2 * (work.queries + work.keys + work.values)
+    )
     layers = [
         base
         + MemoryParts(
@@ -370,7 +381,7 @@ def _score(setting: RunSetting, head: Head) -> MemoryParts:
     phases = [MemoryParts(temporary=work.embedding_slices)]
     for mlp in work.mlps.values():
         mlp_bytes = 2 * mlp.inner + 2 * mlp.rows + mlp.results
-        layer = work.carry + 2 * work.scores + mlp_bytes
+        layer = work.carry + 2 * work.scores + work.selection + mlp_bytes
         phases.append(MemoryParts(activations=layer, temporary=mlp.weights))
     base, tables = MemoryParts(temporary=work.embedding_slices), 1
     if setting.stages > 1:  # inputs of a round, and the stages' inputs and outputs
@@ -406,6 +417,8 @@ def _decode(setting: RunSetting) -> MemoryParts:
         # The up-projections of latents, laid out for two matmuls.
         inner = setting.tensor_shard(shape.num_heads) * (latent.plain_size + latent.value_size)
         temporary += shape.num_layers * latent.kv_rank * inner * setting.rollout_item
+    if shape.indexer:  # selects keys of sequences that lie side by side, out of their pages
+        temporary += setting.cache_bytes(setting.num_slots, setting.config.max_sequence_tokens)
     if setting.config.mesh.rollout == "train" and setting.mesh["fsdp"] > 1:
         layer = (
             max(sum(params) for params in setting.gathered_layer_params().values())
@@ -428,7 +441,10 @@ def _prefill(setting: RunSetting) -> MemoryParts:
     rows = setting.local_rows(prompts)
     block = attention.QUERY_BLOCK if width <= PREFILL_CHUNK_TOKENS else PREFILL_CHUNK_TOKENS
     scores = rows * setting.tensor_shard(shape.num_heads) * width * min(width, block) * 4.0
-    scores *= setting.attention_kernel != "cudnn"  # splash attention does not prefill
+    # splash attention does not prefill
+    scores *= setting.attention_kernel != "cudnn" or bool(shape.indexer)
+    if shape.indexer:
+        scores += rows * width * min(width, block) * _SELECTION_BYTES
     tokens = rows * width
     exchanges = prompts % setting.sampling_shards == 0
     mlps = [_MLP.from_layer(setting, kind, tokens, exchanges) for kind in set(shape.layer_types)]

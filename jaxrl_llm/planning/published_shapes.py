@@ -45,7 +45,9 @@ def _shape_from_hf(family: str, name: str, **config: Any) -> Architecture:
     return config_reader.architecture_from_config(config)
 
 
-def _hf_sizes(hidden, layers, heads, kv_heads, mlp, vocab) -> dict[str, int]:
+def _hf_sizes(
+    hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab: int
+) -> dict[str, int]:
     return {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -97,25 +99,68 @@ def _qwen_vl(base: Mapping[str, Any], *sizes: int, tower_mlp: int = 3420) -> Arc
     return dataclasses.replace(_shape({**base, **overrides}, *sizes), vision=vision)
 
 
-_DEEPSEEK_V3 = _shape_from_hf(
-    "deepseek_v3",
-    "DeepseekV3",
+def _glm4_moe(
+    hidden, layers, heads, kv_heads, mlp, *, experts: int, inner: int, dense: int, qk_norm=False
+) -> Architecture:
+    return _shape_from_hf(
+        "glm4_moe",
+        "Glm4Moe",
+        **_hf_sizes(hidden, layers, heads, kv_heads, mlp, 151_552),
+        head_dim=128,
+        attention_bias=True,
+        use_qk_norm=qk_norm,
+        n_routed_experts=experts,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        moe_intermediate_size=inner,
+        first_k_dense_replace=dense,
+        rope_theta=1e6,
+    )
+
+
+def _olmo(version: str, *sizes: int) -> Architecture:
+    rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    context: dict[str, Any] = {"max_position_embeddings": 4096}
+    if version == "3":
+        context = {"max_position_embeddings": 65_536, "rope_scaling": rope, "sliding_window": 4096}
+    return _shape_from_hf(
+        f"olmo{version}",
+        f"Olmo{version}",
+        **_hf_sizes(*sizes),
+        **context,
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-6,
+    )
+
+
+def _phi(*sizes: int, rope_theta: float, context: int) -> Architecture:
+    return _shape_from_hf(
+        "phi3",
+        "Phi3",
+        **_hf_sizes(*sizes),
+        rope_theta=rope_theta,
+        max_position_embeddings=context,
+        original_max_position_embeddings=context,
+    )
+
+
+_DEEPSEEK_V3: Mapping[str, Any] = {
     **_hf_sizes(7168, 61, 128, 128, 18_432, 129_280),
-    q_lora_rank=1536,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    n_routed_experts=256,
-    n_shared_experts=1,
-    num_experts_per_tok=8,
-    moe_intermediate_size=2048,
-    first_k_dense_replace=3,
-    n_group=8,
-    topk_group=4,
-    routed_scaling_factor=2.5,
-    max_position_embeddings=163_840,
-    rope_scaling={
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 163_840,
+    "rope_scaling": {
         "rope_type": "yarn",
         "factor": 40.0,
         "original_max_position_embeddings": 4096,
@@ -124,7 +169,39 @@ _DEEPSEEK_V3 = _shape_from_hf(
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
     },
-)
+}
+_KIMI_K2: Mapping[str, Any] = {
+    **_DEEPSEEK_V3,
+    **_hf_sizes(7168, 61, 64, 64, 18_432, 163_840),
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "rope_theta": 50_000.0,
+    "max_position_embeddings": 131_072,
+    "rope_scaling": {
+        **_DEEPSEEK_V3["rope_scaling"],
+        "factor": 32.0,
+        "beta_fast": 1.0,
+    },
+}
+_GLM_5: Mapping[str, Any] = {
+    **_hf_sizes(6144, 78, 64, 64, 12_288, 154_880),
+    "q_lora_rank": 2048,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 202_752,
+}
 
 
 SHAPES: Mapping[str, Architecture] = {
@@ -163,8 +240,39 @@ SHAPES: Mapping[str, Architecture] = {
     "gemma-3-27b": _gemma3(5376, 62, 32, 16, 21_504, 262_208, scalar=168),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
-    "DeepSeek-V3": _DEEPSEEK_V3,
-    "DeepSeek-R1": _DEEPSEEK_V3,
+    "DeepSeek-V3": _shape_from_hf("deepseek_v3", "DeepseekV3", **_DEEPSEEK_V3),
+    "DeepSeek-V3.1": _shape_from_hf("deepseek_v3", "DeepseekV3", **_DEEPSEEK_V3),
+    "DeepSeek-V3.2": _shape_from_hf("deepseek_v32", "DeepseekV32", **_DEEPSEEK_V3),
+    "DeepSeek-R1": _shape_from_hf("deepseek_v3", "DeepseekV3", **_DEEPSEEK_V3),
+    "Kimi-K2": _shape_from_hf("deepseek_v3", "DeepseekV3", **_KIMI_K2),
+    "GLM-4.5": _glm4_moe(5120, 92, 96, 8, 12_288, experts=160, inner=1536, dense=3, qk_norm=True),
+    "GLM-4.5-Air": _glm4_moe(4096, 46, 96, 8, 10_944, experts=128, inner=1408, dense=1),
+    "GLM-4.6": _glm4_moe(5120, 92, 96, 8, 12_288, experts=160, inner=1536, dense=3, qk_norm=True),
+    "GLM-5": _shape_from_hf("glm_moe_dsa", "GlmMoeDsa", **_GLM_5),
+    "MiniMax-M2": _shape_from_hf(
+        "minimax_m2",
+        "MiniMaxM2",
+        **_hf_sizes(3072, 62, 48, 8, 1536, 200_064),
+        num_local_experts=256,
+        num_experts_per_tok=8,
+        rotary_dim=64,
+        max_position_embeddings=196_608,
+    ),
+    "SmolLM3-3B": _shape_from_hf(
+        "smollm3",
+        "SmolLM3",
+        **_hf_sizes(2048, 36, 16, 4, 11_008, 128_256),
+        rope_theta=5e6,
+        max_position_embeddings=65_536,
+    ),
+    "OLMo-2-1124-7B": _olmo("2", 4096, 32, 32, 32, 11_008, 100_352),
+    "OLMo-2-1124-13B": _olmo("2", 5120, 40, 40, 40, 13_824, 100_352),
+    "OLMo-2-0325-32B": _olmo("2", 5120, 64, 40, 8, 27_648, 100_352),
+    "Olmo-3-7B": _olmo("3", 4096, 32, 32, 32, 11_008, 100_278),
+    "Olmo-3-1025-7B": _olmo("3", 4096, 32, 32, 32, 11_008, 100_278),
+    "Olmo-3-32B": _olmo("3", 5120, 64, 40, 8, 27_648, 100_278),
+    "Olmo-3-1125-32B": _olmo("3", 5120, 64, 40, 8, 27_648, 100_278),
+    "phi-4": _phi(5120, 40, 40, 10, 17_920, 100_352, rope_theta=250_000.0, context=16_384),
 }
 
 

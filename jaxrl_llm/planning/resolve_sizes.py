@@ -189,6 +189,10 @@ def _with_local_choices(config: RLConfig) -> RLConfig:
 def resolve_supervised(config: Supervised, workdir: str | os.PathLike[str]) -> Supervised:
     """The config of a supervised job with all sizes and commits set, as `resolve`."""
     config = pin_datasets(pin_models(config, workdir), workdir)
+    if (loss := config.preference_loss) is not None:
+        requirements.check_preference_loss(loss)
+        changes: Any = {"dpo": requirements.with_preference_defaults(loss)}
+        config = dataclasses.replace(config, **changes)
     config = _with_started_sizes(config, workdir)
     if not _has_open_sizes(config):
         return config

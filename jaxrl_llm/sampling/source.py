@@ -183,7 +183,7 @@ class SyncSource:
         if self._config.algorithm.dynamic_sampling:
             uniform = np.asarray(
                 shaping.uniform_groups(
-                    jnp.asarray(rewards.scores),
+                    jnp.asarray(_compared_scores(self._config, rewards)),
                     jnp.asarray(rollouts.group_ids),
                     jnp.asarray(is_kept),
                 )
@@ -193,6 +193,13 @@ class SyncSource:
             rewards = dataclasses.replace(rewards, num_dropped=int(uniform.sum()))
             rollouts, rewards = take_rows(rollouts, rewards, np.flatnonzero(~uniform))
         return ScoredRollouts(rollouts, rewards, engine_stats)
+
+
+def _compared_scores(config: RLConfig, rewards: Rewards) -> np.ndarray:
+    """The values of each row that dynamic sampling compares: a named term where it applies."""
+    if not (name := config.algorithm.dynamic_sampling_term):
+        return rewards.scores
+    return np.where(rewards.weights[name] != 0, rewards.terms[name], rewards.scores)
 
 
 def score_episodes(score: ScoreRollouts, rollouts: Rollouts) -> Rewards:

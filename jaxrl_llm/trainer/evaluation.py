@@ -118,8 +118,7 @@ class HeldOutLoss:
         self._measure = objectives.make_metrics_program(objective)
         width, starts = objectives.packed_width(rows), range(0, len(rows), batch_size)
         self._batches = [
-            SupervisedBatch.from_rows(rows[i : i + batch_size], packer, width, objective.models)
-            for i in starts
+            objective.make_batch(rows[i : i + batch_size], packer, width) for i in starts
         ]
 
     def __call__(self, trained: Params, base: Params, clock: Clock) -> dict[str, float]:

@@ -127,7 +127,7 @@ def _learning_lowerings(
         models, scoring_programs, frozen.base_params, state, frozen.reference
     )
     # Programs that a step does not call, or with parameters whose memory space changes.
-    skipped = {"log-probs"} if predict.is_on_policy(config) else set()
+    skipped = set() if predict.scores_policy(config) else {"log-probs"}
     skipped |= {"reference"} if "reference" in config.mesh.on_host else set()
     lowerings: dict[str, Callable[[], jax.stages.Lowered]] = {
         name: functools.partial(lower, tokens, lengths, step_layout)

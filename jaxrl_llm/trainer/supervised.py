@@ -26,7 +26,7 @@ from jaxrl_llm.config.job import RewardModelingConfig
 from jaxrl_llm.data import datasets
 from jaxrl_llm.data.files import read_rows
 from jaxrl_llm.data.streams import Rows, Stream
-from jaxrl_llm.learner import job_models, layer_restacking, objectives, update
+from jaxrl_llm.learner import job_models, layer_restacking, objectives, preferences, update
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.learner.batches import Packer, padding_share
 from jaxrl_llm.learner.job_models import Models
@@ -50,7 +50,7 @@ from jaxrl_llm.types import Weights
 # By job name.
 _OBJECTIVES: Mapping[str, Callable[[Any, Models], Objective]] = {
     "sft": objectives.sft,
-    "dpo": objectives.dpo,
+    "dpo": preferences.dpo,
     "reward_model": objectives.reward_model,
 }
 
@@ -168,7 +168,7 @@ def run_updates(
     for step in run.steps():
         clock = run.begin_step(step, state)
         rows_of_batch = stream.take(config.sequences_per_update)
-        batch = SupervisedBatch.from_rows(rows_of_batch, packer, models=objective.models)
+        batch = objective.make_batch(rows_of_batch, packer)
         batch = complete(batch, clock)
         run.commit_step()
         with clock("update") as watch, jax.set_mesh(mesh):
@@ -200,6 +200,7 @@ def _update_program(config: JobConfig, objective: Objective, state: Trainable):
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
     def step(state: Trainable, base: Params, batch: SupervisedBatch):
+        batch = objective.with_baselines(lora.combine_params(base, state.params), batch)
         state, update_outputs = update.optimizer_step(
             state,
             config.trainer.optimizer,

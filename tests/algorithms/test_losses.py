@@ -14,14 +14,14 @@ from jaxrl_llm.algorithms.aggregation import (
 from jaxrl_llm.algorithms.losses import (
     POLICY_LOSS_INPUTS,
     bradley_terry,
-    dpo,
+    observation_loss,
+    observation_mask,
     policy_objective,
     token_cross_entropy,
     value_loss,
 )
 from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
 from jaxrl_llm.config import AlgorithmConfig
-from jaxrl_llm.config.algorithm import PreferenceLossConfig
 from jaxrl_llm.types import Minibatch
 
 MASK = jnp.array([[True, True, True, False], [True, False, False, False]])
@@ -193,6 +193,8 @@ def test_entropy_and_kl_enter_the_objective():
 def test_correction_weights_scale_the_loss_without_gradient():
     doubled = minibatch(correction_weights=2.0 * jnp.ones(MASK.shape))
     for name in POLICY_LOSSES:
+        if name == "vespo":  # they are a part of its ratio
+            continue
         config = AlgorithmConfig(policy_loss=name)
         np.testing.assert_allclose(
             gradient(config, LOG_PROBS, doubled),
@@ -279,44 +281,110 @@ def test_bradley_terry_by_hand():
     np.testing.assert_allclose(slope, expected, rtol=1e-5)
 
 
-def test_dpo_is_bradley_terry_on_implied_rewards():
-    draw = np.random.default_rng(0)
-    chosen, rejected, ref_chosen, ref_rejected = jnp.asarray(draw.normal(size=(4, 3)))
-    config, ones = PreferenceLossConfig(beta=0.3), jnp.ones(3)
-    ratios = chosen - ref_chosen, rejected - ref_rejected
-    loss, metrics = dpo(config, *ratios, ones, ones, PAIRS, 2.0)
-    expected, _ = bradley_terry(
-        0.3 * (chosen - ref_chosen), 0.3 * (rejected - ref_rejected), PAIRS, 2.0
+def test_vespo_weighs_by_the_ratio_of_the_sequence():
+    """w = 2 0.5 1.5 = 1.5 with A = 2, so phi = 1.5**2 exp(3 (1 - 1.5)); 4 with A = -1."""
+    old = LOG_PROBS - jnp.log(jnp.array([[2.0, 0.5, 1.5, 1.0], [4.0, 1.0, 1.0, 1.0]]))
+    config = AlgorithmConfig(policy_loss="vespo")
+    weights = np.array([[1.5**2 * np.exp(-1.5)], [4.0**3 * np.exp(2 * (1 - 4.0))]])
+    expected = np.where(MASK, -weights * ADVANTAGES / 4, 0.0)
+    np.testing.assert_allclose(gradient(config, LOG_PROBS, minibatch(old)), expected, rtol=1e-5)
+    # The correction is a factor of w: the same as an older policy.
+    corrected = minibatch(correction_weights=jnp.exp(LOG_PROBS - old))
+    np.testing.assert_allclose(gradient(config, LOG_PROBS, corrected), expected, rtol=1e-5)
+    far = gradient(config, LOG_PROBS, minibatch(LOG_PROBS - 50.0))
+    assert np.isfinite(far).all()
+
+
+def test_m2po_leaves_out_the_selection_only():
+    old = LOG_PROBS - jnp.log(3.0)
+    selection = MASK.at[0, 1:].set(False)
+    config = AlgorithmConfig(policy_loss="m2po")
+    found = gradient(config, LOG_PROBS, minibatch(old), selection=selection)
+    np.testing.assert_allclose(
+        found, jnp.where(MASK & ~selection, -3.0 * ADVANTAGES / 4, 0.0), rtol=1e-5
     )
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    rewards = {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")}
-    assert set(metrics) == {"dpo/loss", *rewards}
-    # A share of wrong pairs mixes the two directions; "robust" takes their expectation out.
-    swapped, _ = dpo(config, *ratios[::-1], ones, ones, PAIRS, 2.0)
-    for name, wanted in (
-        ("sigmoid", 0.9 * loss + 0.1 * swapped),
-        ("robust", (0.9 * loss - 0.1 * swapped) / 0.8),
-    ):
-        smooth = PreferenceLossConfig(beta=0.3, loss=name, label_smoothing=0.1)
-        found, _ = dpo(smooth, *ratios, ones, ones, PAIRS, 2.0)
-        np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
-def test_ipo_and_hinge_by_hand():
-    # Margins 0.5 (2 - -2) = 2 and 0.5 (0 - 1) = -0.5; per token 2/2 + 2/4 = 1.5 and -1/4.
-    ratios = jnp.array([2.0, 0.0, NAN]), jnp.array([-2.0, 1.0, NAN])
-    tokens = jnp.array([2.0, 1.0, 0.0]), jnp.array([4.0, 4.0, 0.0])
-    for name, wanted in (("hinge", 1.5 / 2), ("ipo", (0.5**2 + 1.25**2) / 2)):
-        config = PreferenceLossConfig(loss=name, beta=0.5)
-        loss, metrics = dpo(config, *ratios, *tokens, PAIRS, 2.0)
-        np.testing.assert_allclose(loss, wanted, rtol=1e-6)
-        assert metrics["rewards/margins"] == 0.75 and metrics["rewards/accuracies"] == 0.5
+def test_luspo_is_gspo_whose_sequences_weigh_by_their_length():
+    sums = AlgorithmConfig(policy_loss="gspo", aggregation="seq-mean-token-sum")
+    means = dataclasses.replace(sums, aggregation="seq-mean-token-mean")
+    lengths = MASK.sum(1, keepdims=True)
+    np.testing.assert_allclose(
+        gradient(sums, LOG_PROBS, minibatch()),
+        lengths * gradient(means, LOG_PROBS, minibatch()),
+        rtol=1e-6,
+    )
 
 
-def test_dpo_at_the_reference_is_log_two_and_safe_in_padding():
-    scores, one = jnp.array([-5.0, -7.0, NAN]), jnp.zeros(3)
-    loss, slope = jax.value_and_grad(
-        lambda x: dpo(PreferenceLossConfig(), x - scores, one, one, one, PAIRS, 2.0)[0]
-    )(scores)
-    np.testing.assert_allclose(loss, np.log(2.0), rtol=1e-6)
-    np.testing.assert_allclose(slope, [-0.025, -0.025, 0.0], rtol=1e-6)
+def test_off_policy_sequences_of_negative_advantage_have_no_policy_loss():
+    """The engine found both rows likelier, by 0.3 in the mean; only the second has A < 0."""
+    rollout = LOG_PROBS + jnp.array([[0.5, 0.3, 0.1, 9.0], [0.3, 9.0, 9.0, 9.0]])
+    batch = minibatch(rollout_log_probs=rollout, ref_log_probs=LOG_PROBS - 0.5)
+    config = AlgorithmConfig(off_policy_threshold=0.25)
+    plain = gradient(AlgorithmConfig(), LOG_PROBS, batch)
+    found = gradient(config, LOG_PROBS, batch)
+    np.testing.assert_array_equal(found[0], plain[0])
+    np.testing.assert_array_equal(found[1], 0.0)
+    _, metrics = objective(config, LOG_PROBS, batch)
+    np.testing.assert_allclose(metrics["actor/off_policy_masked"], 1 / 4)
+    for threshold in (0.31, float("inf")):
+        kept = dataclasses.replace(config, off_policy_threshold=threshold)
+        np.testing.assert_array_equal(gradient(kept, LOG_PROBS, batch), plain)
+    # Its KL to the reference stays.
+    with_kl = dataclasses.replace(config, kl_in="loss", kl_coef=0.4, kl_estimator="k2")
+    np.testing.assert_allclose(gradient(with_kl, LOG_PROBS, batch)[1, 0], 0.4 * 0.5 / 4, rtol=1e-5)
+
+
+def test_the_unbiased_kl_has_the_gradient_of_the_kl():
+    """Over all tokens of a vocabulary, weighed by what the old policy draws."""
+    draw = np.random.default_rng(0)
+    logits, ref_logits, old_logits = (jnp.asarray(draw.normal(size=7), jnp.float32) for _ in "abc")
+    reference, old = jax.nn.log_softmax(ref_logits), jax.nn.log_softmax(old_logits)
+
+    def divergence(logits):
+        log_probs = jax.nn.log_softmax(logits)
+        return jnp.sum(jnp.exp(log_probs) * (log_probs - reference))
+
+    def estimated(logits, unbiased):
+        log_probs = jax.nn.log_softmax(logits)
+        # A row of one token for each token of the vocabulary.
+        mask = jnp.ones((7, 1), bool)
+        batch = minibatch(old[:, None], jnp.zeros((7, 1)), mask, ref_log_probs=reference[:, None])
+        config = AlgorithmConfig(kl_in="loss", kl_coef=1.0, kl_unbiased=unbiased)
+        total = 0.0
+        for row in range(7):
+            one = jax.tree.map(lambda x, row=row: x[row : row + 1], batch)
+            total += jnp.exp(old[row]) * objective(config, log_probs[row, None, None], one)[0]
+        return total
+
+    np.testing.assert_allclose(estimated(logits, True), divergence(logits), rtol=1e-5)
+    found, wanted = jax.grad(estimated)(logits, True), jax.grad(divergence)(logits)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+    assert np.abs(jax.grad(estimated)(logits, False) - wanted).max() > 0.01
+
+
+def test_observations_are_what_tools_answered():
+    mask = jnp.array([[False, True, False, False, True, False, False], [False] * 7])
+    found = observation_mask(mask, jnp.array([6, 7]))
+    np.testing.assert_array_equal(found[0], [False, False, True, True, False, True, False])
+    assert not found[1].any()
+    config = AlgorithmConfig(observation_coef=0.5)
+    log_probs = jnp.full((2, 7), jnp.nan).at[0].set(-jnp.arange(7.0))
+    counts = minibatch_denominators(found)
+    (loss, metrics), slope = jax.value_and_grad(
+        lambda x: observation_loss(config, x, found, counts), has_aux=True
+    )(log_probs)
+    np.testing.assert_allclose(metrics["actor/observation_loss"], (2 + 3 + 5) / 3, rtol=1e-6)
+    np.testing.assert_allclose(loss, 0.5 * (2 + 3 + 5) / 3, rtol=1e-6)
+    np.testing.assert_allclose(slope, jnp.where(found, -0.5 / 3, 0.0), rtol=1e-6)
+
+
+def test_dft_weighs_tokens_by_their_probability():
+    mask = jnp.array([[True, True, False]])
+    log_probs, right = jnp.array([[-1.0, -2.0, NAN]]), jnp.array([[1.0, 0.0, NAN]])
+    (loss, _), slope = jax.value_and_grad(
+        lambda x: token_cross_entropy(x, right, mask, minibatch_denominators(mask), True),
+        has_aux=True,
+    )(log_probs)
+    np.testing.assert_allclose(loss, (np.exp(-1.0) + 2 * np.exp(-2.0)) / 2, rtol=1e-6)
+    np.testing.assert_allclose(slope, [[-np.exp(-1.0) / 2, -np.exp(-2.0) / 2, 0.0]], rtol=1e-6)

@@ -15,9 +15,15 @@ import pytest
 from jaxrl_llm.algorithms.advantages import estimate
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.algorithms.corrections import correct
-from jaxrl_llm.algorithms.losses import policy_objective, value_loss
+from jaxrl_llm.algorithms.losses import (
+    observation_loss,
+    observation_mask,
+    policy_objective,
+    value_loss,
+)
 from jaxrl_llm.algorithms.safe_rlhf import safe_advantages
-from jaxrl_llm.algorithms.shaping import kl_shaped
+from jaxrl_llm.algorithms.selection import high_entropy_tokens
+from jaxrl_llm.algorithms.shaping import kl_shaped, uniform_groups
 from jaxrl_llm.config import AlgorithmConfig
 from jaxrl_llm.config.recipes import ADVANTAGES, AGGREGATIONS, POLICY_LOSSES, RECIPES
 from jaxrl_llm.types import Minibatch
@@ -38,6 +44,14 @@ CONFIGS |= {
     )
 }
 CONFIGS |= {
+    "vespo corrected": AlgorithmConfig(policy_loss="vespo", correction="token"),
+    "kpop": AlgorithmConfig(
+        rejections=("token_binary_kl",), rejection_lows=(0.0,), rejection_highs=(0.02,)
+    ),
+    "off-policy gspo": AlgorithmConfig(
+        policy_loss="gspo", off_policy_threshold=0.0, kl_in="loss", kl_unbiased=True
+    ),
+    "observations": AlgorithmConfig(observation_coef=0.3, aggregation="seq-mean-token-sum"),
     "corrected": AlgorithmConfig(
         correction="sequence",
         correction_normalize=True,
@@ -46,7 +60,7 @@ CONFIGS |= {
         rejection_highs=(1.7, 0.2),
         entropy_coef=0.01,
         kl_in="loss",
-    )
+    ),
 }
 everywhere = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 # float32, sums in another order; advantages are divided by small standard deviations.
@@ -147,9 +161,15 @@ def estimates(config, batch):
             term_rewards=batch.term_rewards,
             term_weights=np.ones_like(batch.term_rewards),
         )
+    if config.mask_uniform_groups:
+        members = batch.mask.any(-1)
+        loss_mask &= ~uniform_groups(batch.scores, batch.group_ids, members)[:, None]
+    if config.entropy_share < 1:
+        chosen = high_entropy_tokens(batch.entropies, loss_mask, config.entropy_share)
+        advantages = jnp.where(chosen, advantages, 0.0)
     minibatch = Minibatch(
         tokens=np.zeros(batch.mask.shape, np.int32),
-        lengths=batch.mask.sum(-1),
+        lengths=last_positions(batch.mask) + 1,
         response_mask=batch.mask,
         loss_mask=loss_mask,
         old_log_probs=batch.old_log_probs,
@@ -161,12 +181,19 @@ def estimates(config, batch):
         cost_returns=cost_returns,
         cost_values=batch.cost_values,
         correction_weights=weights,
+        proximal_shares=np.zeros(batch.mask.shape, np.float32),
     )
     return minibatch, metrics | {"current_kl": current_kl}
 
 
-def learn(config, batch, minibatch, denominators):
+def last_positions(mask):
+    return np.where(mask.any(-1), mask.shape[1] - 1 - mask[:, ::-1].argmax(-1), -1)
+
+
+def learn(config, batch, minibatch, denominators, observation_counts=None):
     """Returns the summed losses, their metrics, and gradients of log-probs, entropies, values."""
+    observations = observation_mask(minibatch.response_mask, minibatch.lengths)
+    counts = observation_counts or minibatch_denominators(observations, loss_scale=7.0)
 
     def losses(log_probs, entropies, values):
         policy, policy_metrics = policy_objective(
@@ -180,7 +207,11 @@ def learn(config, batch, minibatch, denominators):
             minibatch.loss_mask,
             denominators,
         )
-        return policy + critic, policy_metrics | critic_metrics
+        observed, observation_metrics = observation_loss(config, log_probs, observations, counts)
+        metrics = policy_metrics | critic_metrics
+        if config.observation_coef:
+            policy, metrics = policy + observed, metrics | observation_metrics
+        return policy + critic, metrics
 
     (loss, metrics), gradients = jax.value_and_grad(losses, argnums=(0, 1, 2), has_aux=True)(
         jnp.asarray(batch.log_probs), jnp.asarray(batch.entropies), jnp.asarray(batch.values * 0.5)
@@ -245,6 +276,14 @@ def test_padding_columns_and_rows_change_nothing(config):
     assert_equal_runs(first_run(config), run(config, padded), pad)
 
 
+def read(config, batch):
+    """Returns the tokens that bear a loss: responses, and what tools answer if that is learned."""
+    observed = observation_mask(
+        jnp.asarray(batch.mask), jnp.asarray(last_positions(batch.mask) + 1)
+    )
+    return batch.mask | np.asarray(observed) if config.observation_coef else batch.mask
+
+
 @everywhere
 def test_values_outside_the_mask_do_not_matter(config):
     batch = random_batch()
@@ -252,7 +291,7 @@ def test_values_outside_the_mask_do_not_matter(config):
     spoiled = dataclasses.replace(
         batch,
         **{
-            name: np.where(batch.mask, array, garbage).astype(np.float32)
+            name: np.where(read(config, batch), array, garbage).astype(np.float32)
             for name, array in batch.token_arrays().items()
             if array.dtype != bool
         },
@@ -260,7 +299,7 @@ def test_values_outside_the_mask_do_not_matter(config):
     theirs = run(config, spoiled)
     assert_equal_runs(first_run(config), theirs)
     for name, array in theirs[1].items():
-        np.testing.assert_array_equal(array[~batch.mask], 0.0, err_msg=name)
+        np.testing.assert_array_equal(array[~read(config, batch)], 0.0, err_msg=name)
 
 
 @everywhere
@@ -269,10 +308,12 @@ def test_microbatches_sum_to_the_minibatch(config):
     minibatch, _ = estimates(config, batch)
     denominators = minibatch_denominators(minibatch.loss_mask, loss_scale=7.0)
     whole, whole_gradients = learn(config, batch, minibatch, denominators)
+    observations = observation_mask(minibatch.response_mask, minibatch.lengths)
+    counts = minibatch_denominators(observations, loss_scale=7.0)
     totals, gradients = dict.fromkeys(whole, 0.0), []
     for rows in np.split(np.arange(ROWS), [4]):
         microbatch = jax.tree.map(lambda array, rows=rows: array[rows], minibatch)
-        metrics, parts = learn(config, batch.rows(rows), microbatch, denominators)
+        metrics, parts = learn(config, batch.rows(rows), microbatch, denominators, counts)
         totals = {name: totals[name] + metrics[name] for name in whole}
         gradients.append(parts)
     for name in whole:

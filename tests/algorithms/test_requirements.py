@@ -33,7 +33,7 @@ def test_requirements_of_every_advantage(name):
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_requirements_of_every_policy_loss(name):
-    asked = {"old_log_probs"} if name in ("clip_cov", "kl_cov") else set()
+    asked = {"old_log_probs"} if name in ("clip_cov", "kl_cov", "m2po") else set()
     assert found(policy_loss=name) == asked
 
 
@@ -166,7 +166,8 @@ def test_defaults_of_losses_are_within_their_ranges(loss):
 def test_recipes_set_arguments_of_their_loss(recipe):
     config = from_config_dict({**VALUES, "algorithm": {"recipe": recipe}, **SAFE}).algorithm
     requirements.check_functions(config)
-    assert config.loss_args == ({"dual_clip": 10.0} if recipe == "dapo" else {})
+    as_dapo = recipe in ("dapo", "high_entropy")
+    assert config.loss_args == ({"dual_clip": 10.0} if as_dapo else {})
 
 
 def test_arguments_of_a_users_loss(mine):

@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.selection import SELECTIONS, select
+from jaxrl_llm.algorithms.selection import (
+    SELECTIONS,
+    high_entropy_tokens,
+    m2po_tokens,
+    select,
+)
 from jaxrl_llm.config import AlgorithmConfig
 from jaxrl_llm.types import Minibatch
 
@@ -32,14 +37,14 @@ def chosen(name, log_probs=LOG_PROBS, advantages=ADVANTAGES, mask=MASK, seed=0, 
     )
 
 
-@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("name", WIDE)
 def test_a_tenth_of_the_tokens_is_chosen(name):
     selection = chosen(name)
     assert selection.sum() == 9  # of 98
     assert not selection[~MASK].any()
 
 
-@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("name", WIDE)
 def test_at_least_one_token_is_chosen(name):
     assert chosen(name, share=1e-6).sum() == 1
 
@@ -97,3 +102,51 @@ def test_clip_cov_leaves_out_what_the_ratio_clip_stops():
 
 def test_other_losses_select_nothing():
     assert not chosen("vanilla").any()
+
+
+RATIOS = jnp.asarray(DRAW.normal(0.0, 0.3, MASK.shape), jnp.float32)
+
+
+def mean_square(selection=False, ratios=RATIOS):
+    """That of the tokens that moved the way of their advantage, without the selection."""
+    moved = np.asarray(MASK & (ratios * ADVANTAGES > 0)) & ~np.asarray(selection)
+    return np.square(np.asarray(ratios))[moved].mean()
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.01, 0.04, 0.09, 1.0])
+def test_m2po_takes_the_fewest_tokens_that_meet_its_budget(budget):
+    selection = np.asarray(m2po_tokens(RATIOS, ADVANTAGES, MASK, budget))
+    candidates = np.asarray(MASK & (RATIOS * ADVANTAGES > 0))
+    assert not (selection & ~candidates).any()
+    assert selection.any() == (mean_square() > budget)
+    squares = np.square(np.asarray(RATIOS))
+    if selection.any():
+        assert squares[candidates & ~selection].max(initial=0) < squares[selection].min()
+        one_less = selection & (squares > squares[selection].min())
+        assert mean_square(one_less) > budget
+    if budget:
+        assert mean_square(selection) <= budget
+    else:
+        np.testing.assert_array_equal(selection, candidates)
+    order = jnp.array([3, 1, 0, 2])
+    permuted = m2po_tokens(RATIOS[order], ADVANTAGES[order], MASK[order], budget)
+    np.testing.assert_array_equal(permuted, selection[order])
+
+
+def test_m2po_treats_equal_tokens_alike():
+    ones = jnp.ones((1, 4))
+    selection = m2po_tokens(jnp.array([[0.5, 0.1, 0.5, 0.1]]), ones, ones > 0, 0.1)
+    np.testing.assert_array_equal(selection, [[True, False, True, False]])
+
+
+@pytest.mark.parametrize("share", [0.02, 0.2, 0.9, 1.0])
+def test_high_entropies_are_a_share_of_all(share):
+    entropies = jnp.asarray(DRAW.exponential(1.0, MASK.shape), jnp.float32)
+    chosen = np.asarray(high_entropy_tokens(entropies, MASK, share))
+    assert not chosen[~MASK].any()
+    assert abs(chosen.sum() - share * 98) <= 1
+    others = np.asarray(MASK) & ~chosen
+    assert np.asarray(entropies)[others].max(initial=0) <= np.asarray(entropies)[chosen].min()
+    garbage = jnp.where(MASK, entropies, jnp.nan)
+    np.testing.assert_array_equal(high_entropy_tokens(garbage, MASK, share), chosen)
+    assert not high_entropy_tokens(entropies, jnp.zeros_like(MASK), share).any()

@@ -130,7 +130,10 @@ def test_policy_losses_equal_verl(name):
         rollout_log_probs=IN["rollout_log_probs"],
         advantages=advantages,
         correction_weights=weights,
-        **{field: zeros for field in ("returns", "values", "cost_returns", "cost_values")},
+        **{
+            field: zeros
+            for field in ("returns", "values", "cost_returns", "cost_values", "proximal_shares")
+        },
     )
     selection = select(config, IN["log_probs"], minibatch, jax.random.key(0))
     denominators = minibatch_denominators(MASK)

@@ -106,6 +106,9 @@ ASYNC_POOLS = POOLS | ASYNC
 REPLAY = ASYNC | {"trainer.schedule": "replay", "trainer.schedule_file": "one.jsonl"}
 GROUPS = {"algorithm.recipe": "grpo"}
 DYNAMIC = GROUPS | {"algorithm.dynamic_sampling": True}
+TERM = DYNAMIC | {"rewards.functions": {"b": {"function": "arithmetic"}}}
+KL_LOSS = {"algorithm.kl_in": "loss"}
+CPO = {"dpo.loss": "cpo"}
 OVERLONG = {"algorithm.overlong_buffer_tokens": 12}
 CORRECTED = GROUPS | {"algorithm.correction": "token"}
 MASKED = CORRECTED | {"algorithm.correction_mode": "mask"}
@@ -240,6 +243,7 @@ step: trainer.prompts_per_step algorithm.samples_per_prompt algorithm.overlong_b
 step OVERLONG: algorithm.overlong_penalty=3.0
 step GROUPS: algorithm.dynamic_sampling
 step DYNAMIC: algorithm.max_sampling_waves=2
+step TERM: algorithm.dynamic_sampling_term=b
 source_of: trainer.sampling
 sampled_ahead ASYNC: trainer.max_staleness trainer.new_weights=keep trainer.schedule=record
 sampled_ahead REPLAY: trainer.schedule_file
@@ -270,7 +274,7 @@ agents HARNESS: agent.harness=other.py:solve agent.harness_timeout_s
 sessions HARNESS: agent.max_requests=1 agent.failure_reward
 estimates: algorithm.advantage=rloo algorithm.gamma algorithm.gae_lambda algorithm.kl_in=none
     algorithm.kl_estimator=k3 algorithm.kl_coef=0.1 algorithm.kl_controller algorithm.mask_truncated
-estimates GROUPS: algorithm.group_std
+estimates GROUPS: algorithm.group_std algorithm.mask_uniform_groups algorithm.entropy_share
 estimates ADAPTIVE: algorithm.kl_target=900.0 algorithm.kl_horizon=7
 estimates CORRECTED: algorithm.correction=sequence algorithm.correction_mode
     algorithm.correction_high=1.1 algorithm.correction_normalize
@@ -282,7 +286,8 @@ estimates SAFE: algorithm.cost_limit algorithm.multiplier_init algorithm.multipl
     algorithm.multiplier_max=1.01
 policy_loss: algorithm.recipe=dr_grpo algorithm.policy_loss=cispo algorithm.aggregation=token-sum
     algorithm.clip_low=0.1 algorithm.clip_high=0.1 algorithm.entropy_coef
-    algorithm.loss_args={'dual_clip':1.1}
+    algorithm.loss_args={'dual_clip':1.1} algorithm.off_policy_threshold=0.1
+policy_loss KL_LOSS: algorithm.kl_unbiased
 value_loss: algorithm.value_clip=0.1
 lessons TAUGHT: distillation.teachers.NAME.data_source
 lessons TAUGHT_KL: distillation.top_k=3
@@ -294,7 +299,7 @@ optimizers DECAY: *optimizer.min_lr_ratio
 optimizers WEIGHT_DECAY: *optimizer.weight_decay_on
 update_program: trainer.optimizer.learning_rate critic.optimizer.learning_rate
 update_program SUMS: algorithm.loss_scale=50.0
-update_program GROUPS: algorithm.old_log_probs=rollout
+update_program GROUPS: algorithm.old_log_probs=rollout algorithm.observation_coef
 asked: model.vocab_chunk
 routers: router.balance_coef router.z_coef router.bias_rate router.replay=rollout
 routers ROUTED: router.missing_routes=own
@@ -320,6 +325,8 @@ supervised_evaluation: evaluation.num_prompts=3
 optimizers RATE: trainer.optimizer.learning_rate
 router_losses: router.balance_coef router.z_coef router.bias_rate
 dpo_loss: dpo.loss=hinge dpo.beta dpo.label_smoothing=0.2
+dpo_loss CPO: dpo.loss_args={'nll_coef':0.5}
+sft_loss: loss=dft
 """)
 # What a job samples for evaluation, and scores, is what its run of RL would.
 SCORED = "data.answer_pattern data.extra_columns data.data_source"
@@ -423,6 +430,8 @@ LOSS_ARGS = {
     ("dppo_tv", "dual_clip"): (1.1, {}),
     ("dppo_kl", "dual_clip"): (1.1, {}),
     ("dro", "beta"): (2.0, {}),
+    **{("vespo", name): (0.5, {}) for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
+    ("m2po", "budget"): (0.0, {}),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 from jaxrl_llm.algorithms.lookup import FunctionError
 from jaxrl_llm.config import CurriculumConfig, DataConfig
 from jaxrl_llm.data import curriculum
-from jaxrl_llm.data.curriculum import Curriculum, success_variance_weights
+from jaxrl_llm.data.curriculum import Curriculum, success_variance_weights, unsolved_weights
 from jaxrl_llm.data.datasets import Dataset
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.mixtures import MixtureSchedule
@@ -170,4 +170,17 @@ def test_a_function_of_the_users(tmp_path):
 
 def test_curriculum_config_is_validated():
     ((field, message),) = CurriculumConfig(choice="succes").problems()
-    assert field == "choice" and "unknown choice 'succes'; known: success; or your own" in message
+    assert field == "choice"
+    assert "unknown choice 'succes'; known: success, unsolved; or your own" in message
+
+
+def test_solved_prompts_are_not_drawn_again():
+    found = unsolved_weights(np.array([0.0, 10.0, 10.0, 4.0]), np.array([0.0, 9.0, 8.0, 4.0]))
+    np.testing.assert_array_equal(found, [1.0, 0.0, 1.0, 0.0])
+    np.testing.assert_array_equal(unsolved_weights(np.ones(2), np.ones(2)), [1.0, 1.0])
+    config = CurriculumConfig(choice="unsolved", memory=1.0)
+    drawn = Curriculum(prompts(4), config, 0)
+    drawn.learn(drawn.take(4)[:1], [np.ones(8)])
+    (solved,) = np.flatnonzero(drawn.statistics.successes)
+    for _ in range(3):
+        assert solved not in indices(drawn.take(3))

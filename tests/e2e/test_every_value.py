@@ -114,6 +114,11 @@ READ_WITH: Mapping[str, Mapping[str, Any]] = {
         f"algorithm.loss_args.{name}": {"algorithm.policy_loss": "clip_cov"}
         for name in ("share", "low", "high")
     },
+    **{
+        f"algorithm.loss_args.{name}": {"algorithm.policy_loss": "vespo"}
+        for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+    },
+    "algorithm.loss_args.budget": {"algorithm.policy_loss": "m2po"},
     "algorithm.rejection": {
         "algorithm.rejections": ("token_k1",),
         "algorithm.rejection_lows": (0.5,),
@@ -121,6 +126,7 @@ READ_WITH: Mapping[str, Mapping[str, Any]] = {
     },
     "algorithm.critic_warmup_steps": {"trainer.epochs": 1},
     "algorithm.max_sampling_waves": {"algorithm.dynamic_sampling": True},
+    "algorithm.dynamic_sampling_term": {"algorithm.dynamic_sampling": True},
     "preference": {**PREFERENCE, "rewards.models.MODEL.path": ""},
     "rewards.models": {**PREFERENCE, "rewards.models.NAME3.path": ""},
     "rewards.cost_models": {**PREFERENCE, "rewards.cost_models.NAME4.path": ""},

@@ -116,8 +116,118 @@ MODELS = {
         {"interleave_moe_layer_step": 1, "use_qk_norm": True, "vocab_size": 202048},
     ),
 }
+MODELS |= {
+    "SmolLM3-3B": (
+        "SmolLM3",
+        {
+            "max_position_embeddings": 65536,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0},
+        },
+    ),
+    "OLMo-2-1124-7B": (
+        "Olmo2",
+        {
+            "vocab_size": 100352,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+    ),
+    "Olmo-3-7B": (
+        "Olmo3",
+        {
+            "vocab_size": 100278,
+            "max_position_embeddings": 65536,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {
+                "full_attention": {
+                    **YARN,
+                    "rope_theta": 500000.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 8192,
+                    "attention_factor": 1.2079441541679836,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            },
+        },
+    ),
+    "Phi-4": (
+        "Phi3",
+        {
+            "vocab_size": 100352,
+            "hidden_size": 5120,
+            "intermediate_size": 17920,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 10,
+            "max_position_embeddings": 16384,
+            "original_max_position_embeddings": 16384,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 250000.0},
+        },
+    ),
+    "DeepSeek-V3.2": (
+        "DeepseekV32",
+        {"rope_parameters": MODELS["DeepSeek-V3"][1]["rope_parameters"]},
+    ),
+    "GLM-5": (
+        "GlmMoeDsa",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+    ),
+    "MiniMax-M2": (
+        "MiniMaxM2",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5000000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+}
 # What transformers would put inside `text_config`, as the file on the hub has it: beside the rest.
 AS_PUBLISHED = {
+    "Kimi-K2": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "kimi_k2",
+        "vocab_size": 163840,
+        "hidden_size": 7168,
+        "hidden_act": "silu",
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 50000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.827,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    },
     "Qwen2.5-VL-7B": {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",
@@ -150,7 +260,7 @@ AS_PUBLISHED = {
             "window_size": 112,
             "fullatt_block_indexes": [7, 15, 23, 31],
         },
-    }
+    },
 }
 
 if __name__ == "__main__":

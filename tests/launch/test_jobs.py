@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 
@@ -206,6 +207,40 @@ def test_dpo_is_a_job(learns, tmp_path, one_device):
     assert found[0]["val/rewards/margins"] == 0.0 < abs(found[3]["val/rewards/margins"])
     assert found[3]["val/logps/chosen"] < 0 <= found[3]["val-core/arithmetic/mean@1"]
     assert "timing_s/ref" in found[3] and "timing_s/testing" in found[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["kto", "aot_unpaired", "orpo"])
+def test_losses_of_other_rows_are_the_same_job(loss, tmp_path, one_device):
+    """Single answers, a pass before the update, no reference: evaluated, and resumed exactly."""
+    config = jaxrl_llm.default_config("dpo")
+    config.model.hidden_size, config.model.num_layers, config.model.head_size = 32, 1, 8
+    config.data.max_prompt_tokens = 16
+    config.data.arithmetic_eval_prompts = 8
+    config.dpo.loss = loss
+    config.trainer.num_steps, config.trainer.batch_size = 3, 8
+    config.trainer.max_sequence_tokens = 128
+    config.trainer.optimizer.learning_rate = 1e-2
+    config.checkpoint.every = 2
+    config.metrics.tensorboard = config.metrics.console = False
+    jaxrl_llm.train(config, tmp_path / "run")
+    found = runs.metrics(tmp_path / "run")
+    assert list(found) == [0, 1, 2, 3]
+    first = {"kto": 0.5, "aot_unpaired": np.log(2)}.get(loss)
+    for key in ("dpo/loss", "val/dpo/loss"):
+        values = [step[key] for step in found.values() if key in step]
+        assert np.isfinite(values).all() and len(set(values)) > 1
+        assert first is None or values[0] == pytest.approx(first, rel=1e-4)
+    assert ("timing_s/ref" in found[1]) == (loss != "orpo")
+    assert ("dpo/baseline" in found[1]) == (loss == "kto")
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    names = {"kto": {"desirable_weight", "undesirable_weight"}, "orpo": {"nll_on_prompt"}}
+    assert saved["dpo"]["loss_args"].keys() == names.get(loss, set())
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "3")
+    jaxrl_llm.train(config, tmp_path / "again")
+    again = runs.metrics(tmp_path / "again")
+    assert runs.repeatable(again[3]) == runs.repeatable(found[3])
 
 
 @pytest.mark.parametrize(

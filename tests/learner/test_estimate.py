@@ -28,6 +28,8 @@ def estimate(
     costs=0.0,
     stopped=MASK[:, -1],
     logs=(),
+    entropies=0.0,
+    scores=SCORES,
 ):
     state = LearnerState({}, {}, {}, jnp.float32(0.5), jnp.float32(0.0))
     group_ids, rows = np.array([0, 0, 1, 1], np.int32), np.zeros(4, np.float32)
@@ -43,10 +45,11 @@ def estimate(
         responses=(),
         episode_logs=logs,
     )
-    terms = {"answer": SCORES}
-    rewards = Rewards(SCORES, terms, {"answer": rows + 1}, rows + costs, rows, ({},) * 4, 0)
+    terms = {"answer": scores}
+    rewards = Rewards(scores, terms, {"answer": rows + 1}, rows + costs, rows, ({},) * 4, 0)
     zeros = jnp.zeros(MASK.shape)
-    predictions = Predictions(LOG_PROBS, jnp.asarray(ref_log_probs), zeros, zeros, zeros, zeros)
+    of_policy = LOG_PROBS, jnp.asarray(ref_log_probs), zeros + entropies
+    predictions = Predictions(*of_policy, zeros, zeros, zeros)
     clock = Clock()
     of_run = estimator(RLConfig(algorithm=algorithm), tiny.make_mesh())
     found = of_run(state, rollouts, rewards, predictions, clock)
@@ -194,3 +197,29 @@ def test_the_multiplier_follows_the_cost():
     assert metrics["safe/multiplier"] == pytest.approx(np.exp(0.2))
     _, state, _ = estimate(algorithm, costs=0.0)
     assert state.log_multiplier == pytest.approx(-0.1)
+
+
+def test_uniform_groups_bear_no_loss_and_do_not_count():
+    algorithm = AlgorithmConfig(group_std=False, mask_uniform_groups=True)
+    found, _, metrics = estimate(algorithm)
+    assert np.asarray(found.loss_mask).tolist() == MASK.tolist()
+    assert metrics["training/masked_uniform_share"] == 0.0
+    found, _, metrics = estimate(algorithm, scores=np.float32([1.0, 1.0, 3.0, 1.0]))
+    assert metrics["training/masked_uniform_share"] == 0.5
+    kept = np.array([[False], [False], [True], [True]])
+    np.testing.assert_array_equal(found.loss_mask, MASK & kept)
+    np.testing.assert_array_equal(found.advantages[2:, 1], [1.0, -1.0])
+    found, _, _ = estimate(algorithm, scores=np.ones(4, np.float32))
+    config = RLConfig(algorithm=algorithm)
+    assert not signal_check(config)({"training/groups/uniform_share": 1.0}, found)
+    observes = dataclasses.replace(algorithm, observation_coef=0.1)
+    assert signal_check(RLConfig(algorithm=observes))({"training/groups/uniform_share": 1.0}, found)
+
+
+def test_only_tokens_of_high_entropy_have_an_advantage():
+    entropies = np.where(MASK, [[0.0, 1.0, 2.0]], 9.0).astype(np.float32)
+    found, _, _ = estimate(AlgorithmConfig(entropy_share=0.5), entropies=entropies)
+    plain, _, _ = estimate(AlgorithmConfig())
+    np.testing.assert_array_equal(found.advantages[:, 2], plain.advantages[:, 2])
+    np.testing.assert_array_equal(found.advantages[:, 1], 0.0)
+    np.testing.assert_array_equal(found.loss_mask, plain.loss_mask)

@@ -10,7 +10,15 @@ import tiny
 
 from jaxrl_llm.config.bridge import JOBS
 from jaxrl_llm.config.learner import RouterConfig, RouterLossConfig, SupervisedTrainerConfig
-from jaxrl_llm.learner import job_models, objectives, predict, router_replay, update, weights
+from jaxrl_llm.learner import (
+    job_models,
+    objectives,
+    predict,
+    preferences,
+    router_replay,
+    update,
+    weights,
+)
 from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.learner.objectives import SupervisedBatch
 from jaxrl_llm.models.architecture import Experts, LayerType
@@ -23,7 +31,7 @@ SHAPE = dataclasses.replace(
     experts=Experts(num=4, per_token=2, size=12, scores="sigmoid", selection_bias=True),
 )
 ROUTER = RouterLossConfig(balance_coef=0.3, z_coef=0.2, bias_rate=0.25)
-MAKE = {"sft": objectives.sft, "dpo": objectives.dpo, "reward_model": objectives.reward_model}
+MAKE = {"sft": objectives.sft, "dpo": preferences.dpo, "reward_model": objectives.reward_model}
 
 
 def batch_of(job):

@@ -128,6 +128,7 @@ def batch_of(network, width=T):
         "cost_returns": normal(1.0),
         "cost_values": normal(0.3),
         "correction_weights": np.exp(normal(0.1)),
+        "proximal_shares": np.zeros((B, T), np.float32),
     }
     padded = {k: np.pad(v, ((0, 0), (0, width - T))) for k, v in fields.items()}
     return Minibatch(lengths=lengths(), **padded)
@@ -241,6 +242,8 @@ def test_the_only_update_of_a_step_finds_the_old_log_probs_itself(algorithm):
         {"correction": "token"},
         {"rejections": ("token_k1",), "rejection_lows": (0.5,), "rejection_highs": (2.0,)},
         {"old_log_probs": "rollout"},
+        {"old_log_probs": "interpolate"},
+        {"entropy_share": 0.2},
         {"advantage": "optimal_token_baseline"},
         {"policy_loss": "kl_cov"},
         {"advantage": "gae", "safe": True},
@@ -368,8 +371,9 @@ def test_the_mesh_does_not_matter(sizes, reference):
     [
         ("clip_cov", {"share": 0.1, "low": 0.0, "high": 9.0}),
         ("kl_cov", {"share": 0.1, "coef": 5.0}),
+        ("m2po", {"budget": 0.01}),
     ],
-    ids=["clip_cov", "kl_cov"],
+    ids=["clip_cov", "kl_cov", "m2po"],
 )
 def test_selection_looks_at_the_whole_minibatch(policy_loss, loss_args, reference):
     algorithm = AlgorithmConfig(policy_loss=policy_loss, loss_args=loss_args)
@@ -382,6 +386,74 @@ def test_selection_looks_at_the_whole_minibatch(policy_loss, loss_args, referenc
         np.abs(chosen[0]["embed"] - unchosen[0]["embed"]).max()
         > 1e-3 * np.abs(unchosen[0]["embed"]).max()
     )
+
+
+OTHERS = {
+    "vespo": AlgorithmConfig(policy_loss="vespo", off_policy_threshold=0.05),
+    "echo": AlgorithmConfig(observation_coef=0.5, kl_in="loss", kl_unbiased=True),
+    "interpolated": AlgorithmConfig(old_log_probs="interpolate", policy_loss="cispo"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", OTHERS.values(), ids=OTHERS.keys())
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 2}])
+def test_other_terms_do_not_depend_on_the_cut_or_the_mesh(algorithm, sizes, reference):
+    run = tiny_run(tiny.make_mesh(**sizes), algorithm)
+    assert_same(learned(run, budget=2 * T), reference(algorithm))
+
+
+@pytest.mark.slow
+def test_interpolated_log_probs_are_between_the_engine_and_the_policy(monkeypatch):
+    """At a share of 0 they are the engine's; at 1 the policy's own, with a ratio of 1."""
+    algorithm = AlgorithmConfig(old_log_probs="interpolate")
+    run = tiny_run(ONE, algorithm)
+    assert not predict.scores_policy(run.config) and not predict.is_on_policy(run.config)
+    rows = batch_of(run.models.policy)
+    moved = rows.rollout_log_probs - 0.4
+    kl = {}
+    for share in (0.0, 0.5, 1.0):
+        shares = np.full((B, T), share, np.float32)
+        old = np.full((B, T), np.nan, np.float32)
+        batch = dataclasses.replace(
+            rows, rollout_log_probs=moved, old_log_probs=old, proximal_shares=shares
+        )
+        state = initial(run)
+        learn = updater_of(run, state)
+        _, metrics = learn.update(
+            state, learn.replicate_batch(batch), packed_of(ONE, 4 * T), jax.random.key(3)
+        )
+        kl[share] = float(metrics["actor/ppo_kl"])
+    assert kl == pytest.approx({0.0: -0.4, 0.5: -0.2, 1.0: 0.0}, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_correction_weighs_by_interpolated_log_probs():
+    """Every token became likelier by 0.4: half of it, a weight of exp(0.2), and at most 1.1."""
+    found = {}
+    for name, high in (("none", 2.0), ("token", 2.0), ("token", 1.1)):
+        algorithm = AlgorithmConfig(
+            old_log_probs="interpolate",
+            policy_loss="reinforce",
+            correction=name,
+            correction_high=high,
+        )
+        run = tiny_run(ONE, algorithm)
+        rows = batch_of(run.models.policy)
+        rows = dataclasses.replace(
+            rows,
+            rollout_log_probs=rows.rollout_log_probs - 0.4,
+            proximal_shares=np.full((B, T), 0.5, np.float32),
+        )
+        state = initial(run)
+        learn = updater_of(run, state)
+        after, _ = learn.update(
+            state, learn.replicate_batch(rows), packed_of(ONE, 4 * T), jax.random.key(3)
+        )
+        found[name, high] = np.asarray(after.policy.opt_state["embed"])
+    plain = found["none", 2.0]
+    for high, weight in ((2.0, np.exp(0.2)), (1.1, 1.1)):
+        np.testing.assert_allclose(found["token", high], weight * plain, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("limit, skipped", [(0.5, 1), (5.0, 0)])

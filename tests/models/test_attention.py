@@ -184,3 +184,49 @@ def test_kernel_of_a_platform():
     assert choose("auto", "gpu", "bfloat16", 256) == "xla"
     assert choose("auto", "cpu", "bfloat16", 64) == "xla"
     assert choose("xla", "tpu", "bfloat16", 64) == "xla"
+
+
+def test_index_scores_and_the_choice_of_keys_by_hand():
+    q = jnp.array([[[[1.0, 0.0], [0.0, 1.0]]]])  # one query of two heads
+    k = jnp.array([[[2.0, 1.0], [-1.0, 3.0], [0.5, -4.0], [9.0, 9.0], [2.0, 1.0]]])
+    weights = jnp.array([[[1.0, -0.5]]])
+    scores = attention.index_scores(q, weights, k)
+    # relu(2) - relu(1) / 2, 0 - 3 / 2, 0.5 - 0, 9 - 9 / 2, and the first once more
+    np.testing.assert_allclose(scores[0, 0], [1.5, -1.5, 0.5, 4.5, 1.5])
+    visible = jnp.array([[[True, True, True, False, True]]])
+    all_visible = [0, 1, 2, 4]
+    expected = {1: [0], 2: [0, 4], 3: [0, 2, 4], 4: all_visible, 5: all_visible}
+    for top_keys, chosen in expected.items():
+        found = attention.top_visible_keys(scores, visible, top_keys)
+        assert np.flatnonzero(found[0, 0]).tolist() == chosen
+
+
+def test_sparse_attention_is_that_of_the_chosen_keys(monkeypatch):
+    """With a shared prefix, in blocks of queries or in one."""
+    keys = jax.random.split(jax.random.key(5), 6)
+    q, k, v = (jax.random.normal(key, (2, 23, 4, 8)) for key in keys[:3])
+    index = attention.KeyIndex(
+        jax.random.normal(keys[3], (2, 23, 3, 5)),
+        jax.random.normal(keys[4], (2, 23, 5)),
+        jax.random.normal(keys[5], (2, 23, 3)),
+    )
+    segments = jnp.asarray(np.repeat([[1, 2, 3, 0]], [6, 9, 6, 2], axis=1).repeat(2, 0))
+    prefixes = jnp.where(segments == 3, 1, segments)
+    positions = jnp.broadcast_to(jnp.arange(23), segments.shape)
+    shared = {"prefix_ids": prefixes, "positions": positions, "index": index, "top_keys": 4}
+    whole = attention.full_attention(q, k, v, segments, **shared)
+    mask = np.asarray(attention.segment_causal_mask(segments, prefix_ids=prefixes)[:, 0])
+    scores = np.where(mask, attention.index_scores(index.q, index.weights, index.k), -np.inf)
+    ranks = np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1)
+    chosen = mask & (ranks < 4)
+    assert chosen.sum(-1).max() == 4 and (mask.sum(-1) > 4).any()
+    wanted = attention.masked_attention(q, k, v, jnp.asarray(chosen)[:, None])
+    counted = np.asarray(segments) > 0
+    np.testing.assert_allclose(whole[counted], wanted[counted], atol=1e-6)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 5)
+    blocks = attention.full_attention(q, k, v, segments, **shared)
+    np.testing.assert_allclose(blocks[counted], whole[counted], atol=1e-6)
+    # Whatever the kernel of other layers is, and in the second sequence, which has no prefix.
+    splash = attention.full_attention(q, k, v, segments, "splash", index=index, top_keys=4)
+    alone = np.asarray(segments) == 2
+    np.testing.assert_allclose(splash[alone], whole[alone], atol=1e-6)

@@ -18,6 +18,7 @@ from jaxrl_llm.models.attention_modules import (
     rotary_tables,
 )
 from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.rollout.engine.engine import Engine
 
 PLAIN = RopeScaling()
 POSITIONS = jnp.array([[0, 1, 5]])
@@ -40,6 +41,27 @@ def test_long_wavelengths_are_stretched_and_short_ones_kept(kind):
     assert ratio[turns < 0.5] == pytest.approx(1 / 8)
     assert ratio[turns > 64] == pytest.approx(1.0)
     assert (np.diff(ratio) <= 1e-7).all() and len(np.unique(ratio.round(5))) > 2
+
+
+def test_longrope_has_the_factors_of_the_longest_sequence():
+    scaling = RopeScaling(
+        4.0,
+        original_max_positions=16,
+        kind="longrope",
+        short_factors=(1.0, 2.0),
+        long_factors=(5.0, 10.0),
+    )
+    shape = dataclasses.replace(tiny.SHAPE, head_size=4, rope_scaling=scaling)
+    for max_tokens, wanted in {16: [1.0, 0.05], 17: [0.2, 0.01]}.items():
+        long_enough = shape.for_length(max_tokens)
+        assert long_enough.as_published == shape
+        found = rotary_frequencies(4, 100.0, long_enough.rope_scaling)
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert long_enough.for_length(8) == long_enough  # an engine for shorter ones changes nothing
+    engines = [
+        Engine(Network(shape), tiny.make_mesh(), num_slots=1, max_tokens=n) for n in (16, 17)
+    ]
+    assert [e.network.shape.rope_scaling.is_long for e in engines] == [False, True]
 
 
 def test_rotation_by_hand():

@@ -4,11 +4,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import kinds_of_layers
 import numpy as np
 import pytest
 import tiny
 
 from jaxrl_llm.models import flops
+from jaxrl_llm.models.architecture import LayerType
 from jaxrl_llm.models.transformer import Network
 
 FAMILIES = {
@@ -55,3 +57,20 @@ def test_flops_by_hand():
     assert flops.forward(shape, np.array([1, 3])) == 2 * (3 * 144 + 40) * 4 + 4 * 4 * 3 * 7
     assert flops.forward(shape, np.array([1]), num_labels=1) == 2 * (432 + 4) + 48
     assert flops.training(shape, np.array([3])) == 3 * flops.forward(shape, np.array([3]))
+
+
+def test_flops_of_sparse_attention_by_hand():
+    shape = dataclasses.replace(
+        kinds_of_layers.NETWORKS["indexed latents"],
+        num_layers=1,
+        layers=(LayerType(top_keys=2),),
+    )
+    dense = dataclasses.replace(shape, layers=(), indexer=None)
+    # Queries of 20 latents to 6 heads of 10 dims; keys of 32 dims to 10, and 6 weights.
+    weights = 20 * 6 * 10 + 32 * (10 + 6)
+    difference = flops.layer_matmul_weights(shape) - flops.layer_matmul_weights(dense)
+    assert difference == weights
+    # Of 4 tokens 10 pairs are compared by the index, and 1 + 2 + 2 + 2 attended.
+    lengths = np.array([4])
+    pairs = 2 * 6 * 10 * 10 - 2 * 4 * (12 + 6) * (10 - 7)
+    assert flops.forward(shape, lengths) - flops.forward(dense, lengths) == 2 * weights * 4 + pairs

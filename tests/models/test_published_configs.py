@@ -12,6 +12,7 @@ import pytest
 from jaxrl_llm.models.architecture import (
     Architecture,
     Experts,
+    KeyIndexer,
     LatentAttentionSizes,
     LayerType,
     RopeScaling,
@@ -19,7 +20,7 @@ from jaxrl_llm.models.architecture import (
 )
 from jaxrl_llm.models.hf import config_reader, config_writer
 from jaxrl_llm.models.hf.config_reader import CheckpointFormatError
-from jaxrl_llm.models.hf.families import FAMILIES
+from jaxrl_llm.models.hf.families import FAMILIES, MODEL_TYPE_ALIASES
 
 CONFIGS = json.loads((hf_checkpoints.GOLDENS / "configs.json").read_text())
 
@@ -45,7 +46,9 @@ def shape(name, sizes, heads, **fields):
 
 UNTIED = {"tie_embeddings": False}
 GEMMA = {"act": "gelu", "norm_offset": 1.0, "post_norms": True, "scale_embeddings": True}
+OLMO = {"wide_qk_norm": True, "pre_norms": False, "post_norms": True, "rope_theta": 5e5, **UNTIED}
 EXPERTS = LayerType(experts=True)
+SPARSE_EXPERTS = LayerType(experts=True, top_keys=2048)
 LOCAL, CHUNK = LayerType(window=512, rope="local"), LayerType(chunk=8192, experts=True)
 SHAPES = {
     "Llama-3.2-1B": shape(
@@ -204,6 +207,117 @@ SHAPES = {
         ),
         **UNTIED,
     ),
+    "Kimi-K2": shape(
+        "deepseek_v3",
+        (163840, 7168, 18432),
+        (61, 64, 64, 192),
+        rope_theta=5e4,
+        rope_scaling=RopeScaling(
+            32.0, original_max_positions=4096, kind="yarn", fast_turns=1.0, slow_turns=1.0
+        ),
+        layers=(LayerType(), *[EXPERTS] * 60),
+        rope_size=64,
+        rope_interleaved=True,
+        query_scale=0.13086079996295005,  # 192 ** -0.5 (0.1 ln 32 + 1) ** 2
+        latent=LatentAttentionSizes(512, 128, 128, 1536),
+        experts=Experts(
+            384,
+            8,
+            2048,
+            shared_size=2048,
+            scores="sigmoid",
+            scale=2.827,
+            selection_bias=True,
+        ),
+        **UNTIED,
+    ),
+    "DeepSeek-V3.2": shape(
+        "deepseek_v32",
+        (129280, 7168, 18432),
+        (61, 128, 128, 192),
+        max_positions=163840,
+        rope_scaling=RopeScaling(40.0, original_max_positions=4096, kind="yarn"),
+        layers=(LayerType(top_keys=2048),) * 3 + (SPARSE_EXPERTS,) * 58,
+        rope_size=64,
+        rope_interleaved=True,
+        query_scale=0.1352337788608801,
+        latent=LatentAttentionSizes(512, 128, 128, 1536),
+        indexer=KeyIndexer(64, 128),
+        experts=Experts(
+            256,
+            8,
+            2048,
+            shared_size=2048,
+            scores="sigmoid",
+            scale=2.5,
+            selection_bias=True,
+            groups=8,
+            top_groups=4,
+        ),
+        **UNTIED,
+    ),
+    "GLM-5": shape(
+        "glm_moe_dsa",
+        (154880, 6144, 12288),
+        (78, 64, 64, 256),
+        max_positions=202752,
+        rope_theta=1e6,
+        norm_eps=1e-5,
+        layers=(LayerType(top_keys=2048),) * 3 + (SPARSE_EXPERTS,) * 75,
+        rope_size=64,
+        rope_interleaved=True,
+        latent=LatentAttentionSizes(512, 192, 256, 2048),
+        indexer=KeyIndexer(32, 128, rope_interleaved=True),
+        experts=Experts(
+            256, 8, 2048, shared_size=2048, scores="sigmoid", scale=2.5, selection_bias=True
+        ),
+        **UNTIED,
+    ),
+    "SmolLM3-3B": shape(
+        "smollm3",
+        (128256, 2048, 11008),
+        (36, 16, 4, 128),
+        max_positions=65536,
+        rope_theta=5e6,
+        layers=(*[LayerType()] * 3, LayerType(rope="none")) * 9,
+    ),
+    "OLMo-2-1124-7B": shape(
+        "olmo2", (100352, 4096, 11008), (32, 32, 32, 128), max_positions=4096, **OLMO
+    ),
+    "Olmo-3-7B": shape(
+        "olmo3",
+        (100278, 4096, 11008),
+        (32, 32, 32, 128),
+        max_positions=65536,
+        # magnitude: 0.1 ln 8 + 1
+        rope_scaling=RopeScaling(
+            8.0, original_max_positions=8192, kind="yarn", magnitude=1.2079441541679836
+        ),
+        local_rope_theta=5e5,
+        layers=(*[LayerType(window=4096, rope="local")] * 3, LayerType()) * 8,
+        **OLMO,
+    ),
+    "Phi-4": shape(
+        "phi3",
+        (100352, 5120, 17920),
+        (40, 40, 10, 128),
+        max_positions=16384,
+        rope_theta=250_000.0,
+        norm_eps=1e-5,
+        **UNTIED,
+    ),
+    "MiniMax-M2": shape(
+        "minimax_m2",
+        (200064, 3072, 1536),
+        (62, 48, 8, 128),
+        max_positions=196608,
+        rope_theta=5e6,
+        wide_qk_norm=True,
+        rope_size=64,
+        layers=EXPERTS,
+        experts=Experts(256, 8, 1536, scores="sigmoid", selection_bias=True),
+        **UNTIED,
+    ),
     "Qwen2.5-VL-7B": shape(
         "qwen2_5_vl",
         (152064, 3584, 18944),
@@ -219,7 +333,7 @@ SHAPES = {
 
 
 def test_every_family_is_here():
-    assert {config["model_type"] for config in CONFIGS.values()} == set(FAMILIES)
+    assert {config["model_type"] for config in CONFIGS.values()} == {*FAMILIES, *MODEL_TYPE_ALIASES}
     assert SHAPES.keys() == CONFIGS.keys()
 
 
@@ -234,7 +348,52 @@ def test_the_shape_of_a_published_model(name):
 ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 REFUSED = [
     ("gpt-oss-20b", {"rope_parameters": ROPE}, "rope_type must be 'default' or 'linear'"),
-    ("Mistral-7B-v0.1", {"rope_parameters": {**ROPE, "rope_type": "longrope"}}, "'longrope'"),
+    ("Mistral-7B-v0.1", {"rope_parameters": {**ROPE, "rope_type": "other"}}, "'longrope'"),
+    (
+        "Phi-4",
+        {"rope_parameters": {"rope_type": "longrope"}},
+        "rope_parameters of type longrope lacks short_factor, long_factor",
+    ),
+    (
+        "Phi-4",
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1], "long_factor": [1]}},
+        "short_factor has 1 numbers; each of the 64 rotated pairs",
+    ),
+    (
+        "Phi-4",
+        {"rope_parameters": {"rope_type": "su", "short_factor": [0.0], "long_factor": "x"}},
+        "each rope_parameters.short_factor must be a number .*long_factor must be a list",
+    ),
+    (
+        "MiniMax-M2",
+        {"rotary_dim": 32},
+        "rotary_dim is 32 and rope_parameters.partial_rotary_factor",
+    ),
+    ("DeepSeek-V3.2", {"index_topk": 0}, "index_topk must be an integer"),
+    ("DeepSeek-V3.2", {"q_lora_rank": None}, "q_lora_rank must be above 0: the indexer"),
+    ("DeepSeek-V3.2", {"rope_interleave": False}, "rope_interleave must be true"),
+    (
+        "DeepSeek-V3.2",
+        {"index_head_dim": 32},
+        "index_head_dim is 32; its first qk_rope_head_dim=64",
+    ),
+    ("DeepSeek-V3.2", {"layer_types": ["full_attention"] * 60}, "of 60 layers, num_hidden_layers"),
+    ("GLM-5", {"index_topk_freq": 4}, "layers that share the selected keys of an earlier layer"),
+    (
+        "GLM-5",
+        {"indexer_types": ["full", "shared"] * 39},
+        "indexer_types .* must be 'full' for all",
+    ),
+    (
+        "GLM-5",
+        {"mlp_layer_types": ["dense"] * 77},
+        "mlp_layer_types must be 'dense' or 'sparse' for",
+    ),
+    ("gemma-2-9b", {"layer_types": ["indexed_attention"] * 42}, "only full_attention, sliding_"),
+    ("MiniMax-M2", {"attn_type_list": [0, 1]}, "attn_type_list must be 1 for all layers"),
+    ("MiniMax-M2", {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'; only 'per_layer'"),
+    ("MiniMax-M2", {"shared_intermediate_size": 8}, "shared_intermediate_size is 8; only 0"),
+    ("SmolLM3-3B", {"no_rope_layers": [1] * 35}, "no_rope_layers is of 35 layers"),
     ("gemma-3-1b", {"rope_parameters": {"full_attention": ROPE}}, "rope_type must be 'default'"),
     (
         "gemma-3-1b",

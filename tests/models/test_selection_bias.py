@@ -6,7 +6,8 @@ import numpy as np
 import tiny
 from flax import traverse_util
 
-from jaxrl_llm.models.hf import checkpoint, config_reader, safetensors_file
+from jaxrl_llm.learner import router_replay
+from jaxrl_llm.models.hf import checkpoint, config_reader, random_model, safetensors_file
 from jaxrl_llm.models.transformer import Network
 
 SHAPE = config_reader.architecture_from_config({
@@ -66,3 +67,15 @@ def test_no_bias_is_rounded(tmp_path):
     assert jax.tree.map(lambda a: a.dtype, loaded) == jax.tree.map(
         lambda a: a.dtype, network.abstract_params()
     )
+
+
+def test_updates_leave_parameters_without_gradient():
+    """Weight decay would move them: biases that select experts, and indexers that select keys."""
+    network = Network(config_reader.architecture_from_config(random_model.example("glm_moe_dsa")))
+    updates = router_replay.with_frozen_biases(jax.tree.map(jnp.ones_like, tiny.params(network)))
+    flat = traverse_util.flatten_dict(updates)
+    frozen = {path[2:] for path, update in flat.items() if not np.any(update)}
+    modules = [("q", "kernel"), ("k", "kernel"), ("weights", "kernel")]
+    modules += [("k_norm", "scale"), ("k_norm", "bias")]
+    indexer = {("attention", "indexer", *module) for module in modules}
+    assert frozen == indexer | {("mlp", "router", "selection_bias")}

@@ -119,6 +119,9 @@ def test_published_sizes():
     billions = {"Mixtral-8x7B": 46.703, "Mixtral-8x22B": 140.630, "Qwen3-30B-A3B": 30.532}
     billions |= {"Qwen3-235B-A22B": 235.094, "gemma-3-27b": 27.009, "DeepSeek-V3": 671.026}
     billions |= {"gpt-oss-20b": 20.915, "gpt-oss-120b": 116.829}
+    billions |= {"SmolLM3-3B": 3.075, "Olmo-3-7B": 7.298, "Olmo-3-32B": 32.234, "phi-4": 14.660}
+    billions |= {"OLMo-2-0325-32B": 32.234, "MiniMax-M2": 228.690, "Kimi-K2": 1026.408}
+    billions |= {"GLM-4.5-Air": 106.852, "GLM-5": 743.911, "DeepSeek-V3.2": 671.878}
     for name, size in billions.items():
         assert num_params(SHAPES[name]) / 1e9 == pytest.approx(size, abs=1e-3)
 

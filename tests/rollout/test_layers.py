@@ -1,6 +1,7 @@
 """Layers of other kinds in decoding: windows, chunks, latents, sinks, experts."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,11 @@ from engine_work import LIMIT, ONE, assert_same, engine_of, read_by, request
 from kinds_of_layers import NETWORKS
 
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rollout.engine import kv_cache, prefill
+from jaxrl_llm.rollout.engine import decode_attention, kv_cache, prefill
 from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.rollout.engine.requests import SamplingParams
+
+SLOW = pytest.mark.slow
 
 
 @functools.cache
@@ -26,7 +29,7 @@ def made(name):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in ("chunks", "sinks") else ())
+        pytest.param(name, marks=() if name in ("windows and experts", "latents") else [SLOW])
         for name in NETWORKS
     ],
 )
@@ -50,7 +53,7 @@ def test_log_probs_are_those_of_a_whole_pass(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", ["loop", "tpu", "gpu"])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [name for name in NETWORKS if not NETWORKS[name].indexer])
 def test_layers_of_all_kinds_read_pages_where_they_lie(name, reader, monkeypatch):
     network, _, rollout = made(name)
     random = np.random.default_rng(0)
@@ -79,6 +82,15 @@ def test_pieces_of_a_prompt_are_the_prompt(name):
     whole, pieces = read(rollout, prompts), read(rollout, prompts, piece_tokens=8)
     for ours, theirs in zip(jax.tree.leaves(pieces), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-4)
+
+
+def test_an_indexer_selects_keys_of_sequences_that_lie_side_by_side(monkeypatch):
+    """Whatever reads the pages of other networks."""
+    device = jax.devices()[0]
+    monkeypatch.setattr(decode_attention.importlib.util, "find_spec", lambda name: None)
+    for name, reader in {"indexed latents": "gather", "latents": "loop"}.items():
+        gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0", id=device.id)
+        assert decode_attention.cache_reader_for(Network(NETWORKS[name]), gpu) == reader
 
 
 def test_latents_are_all_that_is_kept():

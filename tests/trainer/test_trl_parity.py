@@ -13,12 +13,11 @@ import jax
 import numpy as np
 import pytest
 import runs
-from flax import traverse_util
+from hf_checkpoints import change_norms
 from transformers import AutoTokenizer
 
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import weights as weights_lib
-from jaxrl_llm.models.hf.tensor_names import tensor_names
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer import supervised
 from jaxrl_llm.types import Example, PreferencePair
@@ -97,22 +96,6 @@ def config(kind, loss, theirs):
         smoothing = given.get("label_smoothing", 0.0)
         values["dpo"] = {"beta": given["beta"], "label_smoothing": smoothing, **loss}
     return from_config_dict(values)
-
-
-def change_norms(network, before, after):
-    """Returns the L2 norm of each tensor's change by its name in the folder."""
-    old, new = (
-        {path: np.asarray(leaf, np.float64) for path, leaf in traverse_util.flatten_dict(t).items()}
-        for t in (before, after)
-    )
-    found = {}
-    for name in tensor_names(network.shape, network.head):
-        change = new[name.path] - old[name.path]
-        for file, each in zip(
-            name.file_names, change if name.is_stacked else [change], strict=True
-        ):
-            found[file] = np.linalg.norm(each)
-    return found
 
 
 @pytest.mark.slow

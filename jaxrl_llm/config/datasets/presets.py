@@ -18,6 +18,7 @@ TARGETS: Mapping[str, str] = {
     "messages": "a dialogue (`job='sft'`)",
     "chosen": "the better answer or dialogue (`job='dpo'`, `'reward_model'`)",
     "rejected": "the worse one",
+    "label": "whether the answer is desirable (`job='dpo'` with a loss on single answers)",
     "data_source": "the name of the row's origin",
     "images": "images of a vision-language model",
     "tools": "JSON schemas of tools for the chat template",

@@ -13,6 +13,10 @@ from jaxrl_llm.data.chat.messages import NO_ALIASES, Roles, checked_messages, me
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.text import text_fault
 
+_LABELS: Mapping[Any, bool] = {
+    **dict.fromkeys((True, "true", "1"), True),
+    **dict.fromkeys((False, "false", "0"), False),
+}
 _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
@@ -35,6 +39,29 @@ def sft_dialogue(
             messages = [*checked_messages(row["system"], f"{where}: system", "system"), *messages]
         return Dialogue(messages, 0, template_options(row, where), where)
     raise _unknown_columns(row, where, f"messages, or {prompt_column} and completion")
+
+
+def desirable_label(row: Mapping[str, Any], where: str, column: str = "label") -> bool:
+    """Whether the answer of a row with a label is desirable: true or false, 1 or 0, or such texts.
+
+    Raises:
+      DataError: If the row has no such label, or is a pair.
+    """
+    label = row.get(column)
+    if label is None:
+        hint = f"add the column {column!r}, true or false, or name it by data.columns.label"
+        if {"chosen", "rejected"} <= row.keys():
+            hint = (
+                "these rows are pairs: set dpo.loss to one of pairs, such as 'sigmoid', or write"
+                f" each answer as a row of prompt, completion and {column}"
+            )
+        names = sorted(name for name, value in row.items() if value is not None)
+        raise DataError(f"{where}: this loss needs a label for each answer, got {names}; {hint}")
+    value = label.strip().lower() if isinstance(label, str) else label
+    if not isinstance(value, bool | int | float | str) or value not in _LABELS:
+        rule = "must be true or false (or 1 or 0)"
+        raise DataError(f"{where}: {column} {rule}, got {label!r:.60}; correct it")
+    return _LABELS[value]
 
 
 def preference_dialogues(
@@ -137,6 +164,7 @@ def _unknown_columns(row: Mapping[str, Any], where: str, needed: str) -> DataErr
     names = sorted(name for name, value in row.items() if value is not None)
     hints: Sequence[tuple[set[str], str]] = (
         ({"chosen", "rejected"}, "these rows are for job='dpo' or 'reward_model'"),
+        ({"completion", "label"}, "these rows are for a dpo.loss on single answers, as 'kto'"),
         ({"messages"}, "these rows are for job='sft'"),
         ({"prompt", "completion"}, "these rows are for job='sft'"),
         ({"prompt"}, "prompts without answers are for job='rl'"),

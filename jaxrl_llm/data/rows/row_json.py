@@ -69,8 +69,12 @@ def _row(fields: list[Any]) -> Any:
         names = [field.name for field in dataclasses.fields(Prompt)]
         return Prompt.from_fields(dict(zip(names, values, strict=True)))
     if name == "PreferencePair":
-        return PreferencePair(*(Example(*map(tuple, value)) for value in values))
-    return Example(*map(tuple, values)) if name == "Example" else None
+        return PreferencePair(*(_example(*value) for value in values))
+    return _example(*values) if name == "Example" else None
+
+
+def _example(tokens: Any, mask: Any, images: Any, desirable: bool) -> Example:
+    return Example(tuple(tokens), tuple(mask), tuple(images), desirable)
 
 
 def _with_type_tag(value: Any) -> dict[str, Any]:

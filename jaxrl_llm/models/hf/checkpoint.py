@@ -20,6 +20,7 @@ import numpy as np
 from flax import traverse_util
 
 from jaxrl_llm import console
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import finite
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.hf import (
@@ -29,10 +30,12 @@ from jaxrl_llm.models.hf import (
     parameter_reader,
     quantized_tensors,
     safetensors_file,
+    unknown_family,
     vocabulary,
 )
 from jaxrl_llm.models.hf.config_reader import CheckpointFormatError
 from jaxrl_llm.models.hf.contradictions import is_tied, is_weight
+from jaxrl_llm.models.hf.families import FAMILIES
 from jaxrl_llm.models.hf.quantized_tensors import CheckpointTensor
 from jaxrl_llm.models.hf.safetensors_file import TensorToWrite
 from jaxrl_llm.models.hf.tensor_names import TensorName, is_ignorable, tensor_names
@@ -51,7 +54,20 @@ def read_architecture(folder: PathLike) -> Architecture:
     """Reads the `Architecture` of a folder's config.json; raises CheckpointFormatError."""
     config = config_reader.read_config(folder)
     path = model_folder.local_folder(folder) / "config.json"
+    if config_reader.family_name(config) not in FAMILIES:
+        problem = unknown_family.problem(config, _stored_shapes(folder, config))
+        raise CheckpointFormatError(f"{path}: {problem}")
     return config_reader.architecture_from_config(config, str(path))
+
+
+def _stored_shapes(folder: PathLike, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in a folder; empty if it has no readable weights."""
+    try:
+        files = safetensors_file.open_folder(folder)
+        stored = quantized_tensors.dequantized_tensors(config, files, str(folder))
+    except UserError:
+        return {}
+    return {name: tensor.shape for name, tensor in stored.items()}
 
 
 def multimodal_token_ids(folder: PathLike, shape: Architecture) -> tuple[int, ...]:
@@ -173,7 +189,7 @@ def _check_shape(path: str, config: Mapping[str, Any], network: Network) -> None
         ignored_fields.add("vision")  # reads no images
     folder_fields, network_fields = (
         dataclasses.asdict(folder_shape),
-        dataclasses.asdict(network.shape),
+        dataclasses.asdict(network.shape.as_published),
     )
     differing = [
         f"{field} is {folder_fields[field]} there and {network_fields[field]} in the network"

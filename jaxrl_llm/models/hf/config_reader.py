@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from jaxrl_llm.models.architecture import Architecture, Experts, LayerType, Rope
 from jaxrl_llm.models.hf import config_schema, contradictions, safetensors_file, vision_config
 from jaxrl_llm.models.hf.families import (
     FAMILIES,
+    MODEL_TYPE_ALIASES,
     TEXT_MODEL_TYPES,
     CheckpointFormatError,
     ModelFamily,
@@ -62,6 +64,7 @@ ATTENTION_KEYS: Mapping[str, Mapping[str, str]] = {
     "full_attention": {},
     "sliding_attention": {"window": "sliding_window"},
     "chunked_attention": {"chunk": "attention_chunk_size"},
+    "indexed_attention": {"top_keys": "index_topk"},
 }
 _ORIGINAL_CONTEXT = {"original_max_positions": "original_max_position_embeddings"}
 # Required fields of `RopeScaling` and their keys, by scaling type.
@@ -74,6 +77,11 @@ ROPE_KEYS = {
         **_ORIGINAL_CONTEXT,
     },
     "yarn": {"factor": "factor", **_ORIGINAL_CONTEXT},
+    "longrope": {
+        "short_factors": "short_factor",
+        "long_factors": "long_factor",
+        **_ORIGINAL_CONTEXT,
+    },
 }
 YARN_KEYS = {"fast_turns": "beta_fast", "slow_turns": "beta_slow", "whole_dims": "truncate"}
 
@@ -143,7 +151,8 @@ def _text_only_config(config: dict[str, Any]) -> dict[str, Any]:
     kept_keys = {k: v for k, v in outer_keys.items() if k not in ("text_config", "vision_config")}
     class_names = config.get("architectures") or []
     causal_classes = [
-        name.replace("ForConditionalGeneration", "ForCausalLM") for name in class_names
+        hf_class_name(family, "lm") if name.endswith("ForConditionalGeneration") else name
+        for name in class_names
     ]
     return {**text, **kept_keys, "architectures": causal_classes, "model_type": family}
 
@@ -190,6 +199,12 @@ def _validated_token_ids(ids: Any, location: str, vocab_size: int) -> tuple[int,
     return tokens
 
 
+def family_name(config: Mapping[str, Any]) -> str:
+    """The row of `FAMILIES` that a config's model_type names, known or not."""
+    model_type = str(config.get("model_type"))
+    return MODEL_TYPE_ALIASES.get(model_type, model_type)
+
+
 def family_and_head(config: Mapping[str, Any], source: str = "config.json") -> tuple[str, str]:
     """The family and head of a model: ("llama", "lm"), ("qwen3", "scalar"), ...
 
@@ -197,7 +212,7 @@ def family_and_head(config: Mapping[str, Any], source: str = "config.json") -> t
       CheckpointFormatError: If the family is unknown or the head is of another kind; the message
         begins with `source`.
     """
-    family = str(config.get("model_type"))
+    family = family_name(config)
     if family not in FAMILIES:
         raise CheckpointFormatError(
             f"{source}: model_type is {family!r}; known families: {', '.join(FAMILIES)}"
@@ -384,6 +399,8 @@ def _rope_fields(config: Config, row: ModelFamily, source: str) -> Fields:
             f"{source}: {key} is {dict(rope)}; rope_type must be 'default' or"
             f" {', '.join(map(repr, ROPE_KEYS))}, the same for all layers"
         )
+    if kind == "longrope":  # older files have it beside the other keys
+        rope = {k: config[k] for k in _ORIGINAL_CONTEXT.values() if k in config} | dict(rope)
     missing = [name for name in ROPE_KEYS[kind].values() if name not in rope]
     if missing:
         raise CheckpointFormatError(f"{source}: {key} of type {kind} lacks {', '.join(missing)}")
@@ -391,6 +408,9 @@ def _rope_fields(config: Config, row: ModelFamily, source: str) -> Fields:
     if kind == "yarn":
         scaling |= {f: rope[name] for f, name in YARN_KEYS.items() if rope.get(name) is not None}
         scaling["magnitude"] = _yarn_magnitude(rope)
+    if kind == "longrope":
+        num_pairs = (fields.get("rope_size") or config["head_dim"]) // 2
+        scaling |= _longrope_fields(rope, config, f"{source}: {key}", num_pairs)
     types = RopeScaling.__annotations__
     scaling = {f: types[f](value) for f, value in scaling.items()}
     return {**fields, "rope_scaling": RopeScaling(**{**scaling, "kind": kind})}
@@ -403,6 +423,23 @@ def _yarn_magnitude(rope: Config) -> float:
     if mscale and mscale_all_dim:
         return yarn_mscale(rope["factor"], mscale) / yarn_mscale(rope["factor"], mscale_all_dim)
     return yarn_mscale(rope["factor"], 1.0)
+
+
+def _longrope_fields(rope: Config, config: Config, location: str, num_pairs: int) -> Fields:
+    """The factor and magnitude of longrope, whose files may leave both to their readers."""
+    for name in ("short_factor", "long_factor"):
+        if len(rope[name]) != num_pairs:
+            raise CheckpointFormatError(
+                f"{location}.{name} has {len(rope[name])} numbers; each of the {num_pairs} rotated"
+                " pairs of a head needs one"
+            )
+    original = rope["original_max_position_embeddings"]
+    factor = rope.get("factor") or config.get("max_position_embeddings", original) / original
+    magnitude = rope.get("attention_factor")
+    if magnitude is None:
+        is_longer = factor > 1 < original
+        magnitude = math.sqrt(1.0 + math.log(factor) / math.log(original)) if is_longer else 1.0
+    return {"factor": factor, "magnitude": magnitude}
 
 
 def _cast_to_field_type(field: str, value: Any) -> Any:

@@ -17,6 +17,7 @@ _INTEGERS: Mapping[str, Range] = {
     "interleave_moe_layer_step": _LAYER_COUNT,
     "no_rope_layer_interval": _LAYER_COUNT,
     "q_lora_rank": _COUNT,
+    "index_topk_freq": _COUNT,
     "n_shared_experts": _COUNT,
     "first_k_dense_replace": _COUNT,
     "sliding_window": _COUNT,
@@ -27,6 +28,8 @@ _INTEGERS: Mapping[str, Range] = {
             *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
             *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
             *("moe_intermediate_size", "n_group", "topk_group", "attention_chunk_size"),
+            *("rotary_dim", "original_max_position_embeddings"),
+            *("index_topk", "index_n_heads", "index_head_dim"),
         ),
         _SIZE,
     ),
@@ -51,7 +54,8 @@ _ROPE_FLOATS: Mapping[str, Range] = dict.fromkeys(
 ) | dict.fromkeys(("mscale", "mscale_all_dim"), Range("[0, 3.4e38]"))
 _FLAGS = {
     *("tie_word_embeddings", "norm_topk_prob", "rope_interleave", "use_qk_norm"),
-    *("attention_bias", "attn_temperature_tuning", "truncate"),
+    *("attention_bias", "attn_temperature_tuning", "truncate", "use_sliding_window"),
+    "indexer_rope_interleave",
 }
 _LISTS = {
     "layer_types": str,
@@ -59,7 +63,11 @@ _LISTS = {
     "mlp_only_layers": int,
     "moe_layers": int,
     "no_rope_layers": int,
+    "attn_type_list": int,
+    "mlp_layer_types": str,
+    "indexer_types": str,
 }
+_ROPE_LISTS = ("short_factor", "long_factor")
 
 
 def schema_violations(config: Mapping[str, Any]) -> Iterator[str]:
@@ -90,6 +98,11 @@ def _rope_problems(rope: Any, location: str) -> Iterator[str]:
             yield from _rope_problems(value, name)
         elif key in ("rope_type", "type") and not isinstance(value, str):
             yield f"{name} must be a text, got {value!r}"
+        elif key in _ROPE_LISTS and not _is_list(value, (int, float)):
+            yield f"{name} must be a list of numbers, got {value!r}"
+        elif key in _ROPE_LISTS:
+            for factor in value:
+                yield from _number_problem(key, factor, {key: _POSITIVE}, float, f"each {name}")
         elif value is not None:
             yield from _number_problem(key, value, _ROPE_FLOATS, float, name)
             yield from _flag_problem(key, value, name)
@@ -111,5 +124,5 @@ def _flag_problem(key: str, value: Any, location: str) -> Iterator[str]:
         yield f"{location} must be true or false, got {value!r}"
 
 
-def _is_list(value: Any, kind: type) -> bool:
+def _is_list(value: Any, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)

@@ -14,7 +14,13 @@ from jaxrl_llm.models.hf.config_reader import (
     architecture_from_config,
     hf_class_name,
 )
-from jaxrl_llm.models.hf.families import FAMILIES, MLA_CODEC, CheckpointFormatError, ModelFamily
+from jaxrl_llm.models.hf.families import (
+    FAMILIES,
+    MLA_CODEC,
+    MODEL_TYPE_ALIASES,
+    CheckpointFormatError,
+    ModelFamily,
+)
 
 
 def to_hf_config(
@@ -35,7 +41,7 @@ def to_hf_config(
         raise CheckpointFormatError(
             f"shape.family is {shape.family!r}; known families: {', '.join(FAMILIES)}"
         )
-    row = FAMILIES[shape.family]
+    row, shape = FAMILIES[shape.family], shape.as_published
     replaced_keys: tuple[str, ...]
     replaced_keys = (
         "rope_parameters",
@@ -46,6 +52,8 @@ def to_hf_config(
         "num_labels",
     )
     replaced_keys += ("quantization_config", "layer_types", "num_local_experts", "num_experts")
+    if (source_config or {}).get("model_type") in MODEL_TYPE_ALIASES:
+        replaced_keys += ("auto_map",)  # code that belongs to the other name
     config = {k: v for k, v in (source_config or {}).items() if k not in replaced_keys}
     keys = {**ARCHITECTURE_KEYS, **row.config_keys}
     config |= {key: getattr(shape, field) or None for field, key in keys.items()}
@@ -58,6 +66,11 @@ def to_hf_config(
         torch_dtype=dtype,
     )
     config |= {"hidden_act": "silu", **row.required_values, **_layer_keys(shape, row)}
+    if row.config_keys.get("local_rope_theta") == "rope_theta":
+        config |= _rope_keys_by_attention(shape)
+    if shape.rope_scaling.kind == "longrope":
+        # Where Phi-3's readers look for it.
+        config["original_max_position_embeddings"] = shape.rope_scaling.original_max_positions
     if "partial_rotary_factor" in row.defaults:
         config["partial_rotary_factor"] = (shape.rope_size or shape.head_size) / shape.head_size
     for field, is_used in {"experts": row.moe, "latent": MLA_CODEC in row.codecs}.items():
@@ -103,16 +116,36 @@ def _layer_keys(shape: Architecture, row: ModelFamily) -> Fields:
     return {**config, "layer_types": layer_types} if row.has_layer_types else config
 
 
+def _rope_keys_by_attention(shape: Architecture) -> Fields:
+    """Rotary settings by attention type, beside the older keys of full attention.
+
+    Readers of the older keys alone give all layers the same theta, or sliding layers a default.
+    """
+    full = _rope_scaling_keys(shape) or {"rope_type": "default"}
+    sliding = {"rope_type": "default", "rope_theta": shape.local_rope_theta}
+    return {
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {
+            "full_attention": {**full, "rope_theta": shape.rope_theta},
+            "sliding_attention": sliding,
+        },
+    }
+
+
 def _rope_scaling_keys(shape: Architecture) -> Fields | None:
     scaling = shape.rope_scaling
     sections: Fields = {"mrope_section": list(shape.rope_sections)} if shape.rope_sections else {}
-    if scaling.factor == 1.0:
+    if not scaling.changes_frequencies:
         return {"type": "mrope", **sections} if sections else None
     rope: Fields = {"rope_type": scaling.kind, **sections}
     rope |= {key: getattr(scaling, field) for field, key in ROPE_KEYS[scaling.kind].items()}
+    if scaling.kind in ("yarn", "longrope"):
+        rope["attention_factor"] = scaling.magnitude
+    if scaling.kind == "longrope":
+        rope |= {"short_factor": [*scaling.short_factors], "long_factor": [*scaling.long_factors]}
+        rope["factor"] = scaling.factor
     if scaling.kind == "yarn":
         rope |= {key: getattr(scaling, field) for field, key in YARN_KEYS.items()}
-        rope["attention_factor"] = scaling.magnitude
         if shape.latent and shape.query_scale:
             mscale = math.sqrt(shape.query_scale * shape.head_size**0.5)
             rope["mscale_all_dim"] = round((mscale - 1.0) / (0.1 * math.log(scaling.factor)), 9)

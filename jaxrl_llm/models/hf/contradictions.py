@@ -54,6 +54,7 @@ def config_contradictions(config: Config) -> Iterator[str]:
         yield from _rope_conflicts(rope, key, config)
     if len(ropes) == 2 and all(ropes.values()):
         yield from _rope_spelling_conflicts(*(ropes[key] for key in _ROPE_KEYS))
+    yield from _rotary_dim_conflicts(config, ropes)
     yield from _attention_conflicts(config)
     class_names = [name for name in config.get("architectures") or () if _head_suffix(config, name)]
     if len(set(class_names)) > 1:
@@ -107,6 +108,22 @@ def _top_level_conflicts(
         if _is_number(value) and _is_number(other) and not _is_equal(value, other):
             name = "rope_local_base_freq" if location.endswith("sliding_attention") else outer
             yield f"{location}.{inner} is {value} and {name} is {other}; correct one of them"
+
+
+def _rotary_dim_conflicts(config: Config, ropes: Mapping[str, Config]) -> Iterator[str]:
+    """Yields a rotary_dim (MiniMax-M2) that is another share of a head than is given beside it."""
+    size, rotary_dim = config.get("head_dim"), config.get("rotary_dim")
+    if not isinstance(size, int) or not isinstance(rotary_dim, int):
+        return
+    places = {"": config, **{f"{key}.": rope for key, rope in ropes.items()}}
+    for location, settings in places.items():
+        fraction = settings.get("partial_rotary_factor")
+        if isinstance(fraction, (int, float)) and int(size * fraction) != rotary_dim:
+            yield (
+                f"rotary_dim is {rotary_dim} and {location}partial_rotary_factor is {fraction} of"
+                f" heads of {size} dims; correct one of them"
+            )
+            return
 
 
 def _rope_spelling_conflicts(parameters: Config, scaling: Config) -> Iterator[str]:

@@ -7,13 +7,15 @@ from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.architecture import Architecture, LatentAttentionSizes
-from jaxrl_llm.models.hf import vision_config
+from jaxrl_llm.models.hf import indexer_config, vision_config
 
 
 class CheckpointFormatError(UserError, ValueError):
     """A model folder that cannot be read or written; the message names file and remedy."""
 
 
+# Names that older files have for a type of scaling.
+_OLDER_ROPE_TYPES: Mapping[str, str] = {"su": "longrope"}
 Config = Mapping[str, Any]  # contents of config.json, without null keys
 Fields = dict[str, Any]
 
@@ -63,6 +65,7 @@ class ModelFamily:
     causal_lm_class: str = ""  # name of its causal LM class, if different
     # Module names that differ, see `tensor_names`.
     module_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    fused_qkv: bool = False  # query, key and value projections share one tensor
     fused_gate_up: bool = False  # gate and up projections share one tensor
     fused_experts: Literal["", "halves", "interleaved"] = ""  # the same, stacked over all experts
     has_mtp_layers: bool = False  # files may hold multi-token prediction layers
@@ -85,6 +88,13 @@ def _sparse_after_first_k(config: Config) -> Callable[[int], bool]:
     return lambda number: number >= config.get("first_k_dense_replace", 0)
 
 
+def _sparse_by_type(config: Config) -> Callable[[int], bool]:
+    types = config.get("mlp_layer_types")
+    if types is None:
+        return _sparse_after_first_k(config)
+    return lambda number: number < len(types) and types[number] == "sparse"
+
+
 def _sparse_if_listed(config: Config) -> Callable[[int], bool]:
     step = config.get("interleave_moe_layer_step", 1)
     moe_layers = config.get("moe_layers", range(step - 1, config["num_hidden_layers"], step))
@@ -98,6 +108,13 @@ _SPARSE_EVERY_N = FieldCodec(
 )
 _SPARSE_AFTER_FIRST_K = FieldCodec(
     _sparse_after_first_k, lambda shape: {"first_k_dense_replace": len(_dense_layers(shape))}
+)
+_SPARSE_BY_TYPE = FieldCodec(
+    _sparse_by_type,
+    lambda shape: {
+        "first_k_dense_replace": len(_dense_layers(shape)),
+        "mlp_layer_types": ["sparse" if kind.experts else "dense" for kind in shape.layer_types],
+    },
 )
 _SPARSE_IF_LISTED = FieldCodec(
     _sparse_if_listed,
@@ -115,6 +132,21 @@ def _alternating_attention(config: Config, number: int) -> str:
 def _patterned_attention(config: Config, number: int) -> str:
     length = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
     return "sliding_attention" if (number + 1) % length else "full_attention"
+
+
+def _indexed_attention(config: Config, number: int) -> str:
+    return "indexed_attention"
+
+
+def _every_fourth_full(config: Config, number: int) -> str:
+    return "sliding_attention" if (number + 1) % 4 else "full_attention"
+
+
+def _sliding_without_rope(config: Config, number: int) -> str:
+    is_sliding = config.get("use_sliding_window") and config.get("sliding_window")
+    return (
+        "sliding_attention" if is_sliding and not _uses_rope(config, number) else "full_attention"
+    )
 
 
 def _sliding_attention(config: Config, number: int) -> str:
@@ -141,9 +173,14 @@ def _write_query_scale(shape: Architecture) -> Fields:
     return {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
 
 
+def _no_fields(config: Config) -> Fields:
+    return {}
+
+
 def rope_type(rope: Config) -> str:
     """The scaling type named in rotary settings: "default", "yarn", ..."""
-    return rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return _OLDER_ROPE_TYPES.get(kind, kind)
 
 
 def yarn_mscale(factor: float, magnitude: float) -> float:
@@ -191,14 +228,37 @@ def _read_long_query_scale(config: Config) -> Fields:
 
 def _write_long_query_scale(shape: Architecture) -> Fields:
     is_tuned = bool(shape.long_query_scale)
-    uses_rope = [int(layer.rope != "none") for layer in shape.layer_types]
     scale = {"attn_scale": shape.long_query_scale} if is_tuned else {}
-    return {"no_rope_layers": uses_rope, "attn_temperature_tuning": is_tuned, **scale}
+    return {"attn_temperature_tuning": is_tuned, **scale}
+
+
+def _write_rope_layers(shape: Architecture) -> Fields:
+    return {"no_rope_layers": [int(layer.rope != "none") for layer in shape.layer_types]}
+
+
+def _write_use_of_window(shape: Architecture) -> Fields:
+    return {"use_sliding_window": any(layer.window for layer in shape.layer_types)}
+
+
+def _read_rotary_dims(config: Config) -> Fields:
+    """The rotated dims of MiniMax-M2, in its published files a key of its own."""
+    if set(config.get("attn_type_list", [1])) != {1}:
+        raise ValueError("attn_type_list must be 1 for all layers: no linear attention is read")
+    rotated = config.get("rotary_dim", config["head_dim"])
+    return {"rope_size": rotated} if rotated != config["head_dim"] else {}
+
+
+def _write_rotary_dims(shape: Architecture) -> Fields:
+    return {"rotary_dim": shape.rope_size or shape.head_size}
 
 
 _QUERY_SCALE = FieldCodec(_read_query_scale, _write_query_scale)
 MLA_CODEC = FieldCodec(_read_mla, _write_mla)
+_INDEXER = FieldCodec(indexer_config.indexer_fields, indexer_config.indexer_config_keys)
 _LONG_QUERY_SCALE = FieldCodec(_read_long_query_scale, _write_long_query_scale)
+_ROPE_LAYERS = FieldCodec(_no_fields, _write_rope_layers)
+_USE_OF_WINDOW = FieldCodec(_no_fields, _write_use_of_window)
+_ROTARY_DIMS = FieldCodec(_read_rotary_dims, _write_rotary_dims)
 
 _GEMMA_FIELDS = {"act": "gelu", "norm_offset": 1.0, "post_norms": True, "scale_embeddings": True}
 _GEMMA_KEYS = {"score_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
@@ -212,6 +272,17 @@ _GEMMA_MODULES = {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
+}
+_OLMO_FIELDS = {"wide_qk_norm": True, "pre_norms": False, "post_norms": True}
+_OLMO_MODULES = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_MIXTRAL_MODULES = {
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.expert.gate": "block_sparse_moe.experts.{}.w1",
+    "mlp.expert.up": "block_sparse_moe.experts.{}.w3",
+    "mlp.expert.down": "block_sparse_moe.experts.{}.w2",
 }
 _EXPERT_KEYS = {"num": "num_local_experts", "per_token": "num_experts_per_tok"}
 _SIGMOID_MOE = MoEFormat(
@@ -229,8 +300,35 @@ _SIGMOID_MOE = MoEFormat(
     shared_experts="n_shared_experts",
 )
 
+# DeepSeek's sparse attention: latent attention and an indexer.
+_DSA_DEFAULTS = {
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 3,
+    "index_topk": 2048,
+    "index_head_dim": 128,
+}
+_DSA: Fields = {
+    "fixed_fields": {"rope_interleaved": True},
+    "required_values": {
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
+    "codecs": (MLA_CODEC, _INDEXER),
+    "attention_type": _indexed_attention,
+    "moe": dataclasses.replace(_SIGMOID_MOE, sparse_layers=_SPARSE_BY_TYPE),
+    "module_names": {"attention.q_norm": "self_attn.q_a_layernorm"},
+    "has_mtp_layers": True,
+}
+
 # Multimodal model_type -> family of its text model, which alone is read.
-TEXT_MODEL_TYPES: Mapping[str, str] = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
+TEXT_MODEL_TYPES: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "kimi_k25": "deepseek_v3",
+}
+# model_type that is another name of a family; folders are written with the family's.
+MODEL_TYPE_ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 FAMILIES: Mapping[str, ModelFamily] = {
     "llama": ModelFamily("Llama"),
     "qwen2": ModelFamily("Qwen2", fixed_fields={"qkv_bias": True}),
@@ -258,12 +356,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             fixed_fields={},
             sparse_layers=_ALL_SPARSE,
         ),
-        module_names={
-            "mlp.router": "block_sparse_moe.gate",
-            "mlp.expert.gate": "block_sparse_moe.experts.{}.w1",
-            "mlp.expert.up": "block_sparse_moe.experts.{}.w3",
-            "mlp.expert.down": "block_sparse_moe.experts.{}.w2",
-        },
+        module_names=_MIXTRAL_MODULES,
     ),
     "qwen3_moe": ModelFamily(
         "Qwen3Moe",
@@ -385,7 +478,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             "use_qk_norm": True,
             "attention_chunk_size": 8192,
         },
-        codecs=(_LONG_QUERY_SCALE,),
+        codecs=(_LONG_QUERY_SCALE, _ROPE_LAYERS),
         attention_type=_chunked_if_rope,
         rope_kind=lambda config, number, _: "main" if _uses_rope(config, number) else "none",
         moe=MoEFormat(
@@ -402,5 +495,82 @@ FAMILIES: Mapping[str, ModelFamily] = {
             "mlp.expert.down": "feed_forward.experts.down_proj",
         },
         fused_experts="halves",
+    ),
+    "smollm3": ModelFamily(
+        "SmolLM3",
+        defaults={
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "sliding_window": None,
+        },
+        codecs=(_ROPE_LAYERS, _USE_OF_WINDOW),
+        attention_type=_sliding_without_rope,
+        rope_kind=lambda config, number, _: "main" if _uses_rope(config, number) else "none",
+    ),
+    "olmo2": ModelFamily(
+        "Olmo2",
+        fixed_fields=_OLMO_FIELDS,
+        defaults={"rms_norm_eps": 1e-5},
+        module_names=_OLMO_MODULES,
+    ),
+    "olmo3": ModelFamily(
+        "Olmo3",
+        fixed_fields=_OLMO_FIELDS,
+        config_keys={"local_rope_theta": "rope_theta"},
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
+        attention_type=_every_fourth_full,
+        rope_kind=lambda config, number, attention: (
+            "main" if attention == "full_attention" else "local"
+        ),
+        module_names=_OLMO_MODULES,
+    ),
+    "phi3": ModelFamily(
+        "Phi3",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 1.0,
+            "original_max_position_embeddings": 4096,
+            "sliding_window": None,
+        },
+        attention_type=_sliding_attention,
+        has_layer_types=False,
+        fused_qkv=True,
+        fused_gate_up=True,
+    ),
+    "minimax_m2": ModelFamily(
+        "MiniMaxM2",
+        fixed_fields={"wide_qk_norm": True},
+        defaults={"head_dim": 128, "rope_theta": 5e6, "partial_rotary_factor": 1.0},
+        required_values={
+            "scoring_func": "sigmoid",
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "use_routing_bias": True,
+            "shared_intermediate_size": 0,
+        },
+        codecs=(_ROTARY_DIMS,),
+        moe=MoEFormat(
+            config_keys={**_EXPERT_KEYS, "size": "intermediate_size"},
+            fixed_fields={"scores": "sigmoid", "selection_bias": True},
+            sparse_layers=_ALL_SPARSE,
+        ),
+        module_names={**_MIXTRAL_MODULES, "mlp.router.selection": "block_sparse_moe"},
+        has_mtp_layers=True,
+    ),
+    "deepseek_v32": ModelFamily(
+        "DeepseekV32",
+        defaults={**_DSA_DEFAULTS, "index_n_heads": 64},
+        **_DSA,
+    ),
+    "glm_moe_dsa": ModelFamily(
+        "GlmMoeDsa",
+        defaults={
+            **_DSA_DEFAULTS,
+            "index_n_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "indexer_rope_interleave": True,
+        },
+        **_DSA,
     ),
 }

@@ -113,9 +113,20 @@ def _base_model_settings(base_model: str) -> dict[str, str | None]:
 
 
 def _adapter_names(network: Network, paths: Iterable[tuple[str, ...]]) -> list[TensorName]:
-    """The adapters at some paths of the parameter tree with their names in a file."""
+    """The adapters at some paths of the parameter tree with their names in a file.
+
+    Raises CheckpointFormatError if several projections with adapters share one tensor.
+    """
     modules = {name.path[:-1]: name for name in tensor_names(network.shape)}
-    names = []
+    paths, names = list(paths), []
+    if fused := {path[-2]: modules[path[:-1]] for path in paths if modules[path[:-1]].parts > 1}:
+        tensors = sorted({name.name.split(".")[-2] for name in fused.values()})
+        raise CheckpointFormatError(
+            f"adapters of {', '.join(sorted(fused))}: {network.shape.family} files have"
+            f" {' and '.join(tensors)} in their place, and peft one adapter for each of these;"
+            " write merged weights instead (leave --adapters out), or train adapters of other"
+            " projections (lora.targets)"
+        )
     for path in paths:
         base_name = modules[path[:-1]]
         module = base_name.name.removesuffix(".weight").removesuffix(".bias")

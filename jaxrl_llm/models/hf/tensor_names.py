@@ -6,21 +6,26 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxrl_llm.models.architecture import Architecture, LayerStack
+from jaxrl_llm.models.architecture import Architecture, LayerStack, LayerType
 from jaxrl_llm.models.hf.families import FAMILIES
 
 # Modules of a block; a family may override them. An unlisted submodule keeps its own name.
 _MODULES = {
     "attention_norm": "input_layernorm",
     "attention": "self_attn",
-    **{f"attention.{ours}": f"self_attn.{ours}_proj" for ours in ("q", "k", "v", "o")},
+    **{f"attention.{ours}": f"self_attn.{ours}_proj" for ours in ("q", "k", "v", "o", "qkv")},
     "attention.q_a": "self_attn.q_a_proj",
     "attention.q_b": "self_attn.q_b_proj",
     "attention.kv_a": "self_attn.kv_a_proj_with_mqa",
     "attention.kv_norm": "self_attn.kv_a_layernorm",
     "attention.kv_b": "self_attn.kv_b_proj",
+    "attention.indexer": "self_attn.indexer",
+    "attention.indexer.q": "self_attn.indexer.wq_b",
+    "attention.indexer.k": "self_attn.indexer.wk",
+    "attention.indexer.weights": "self_attn.indexer.weights_proj",
     "mlp_norm": "post_attention_layernorm",
     "mlp.router": "mlp.gate",
+    "mlp.router.selection": "mlp.gate",  # the module that has the selection bias
     "mlp.shared": "mlp.shared_experts",
     "mlp.expert.gate": "mlp.experts.{}.gate_proj",
     "mlp.expert.up": "mlp.experts.{}.up_proj",
@@ -43,6 +48,7 @@ class TensorName:
     experts: int = 0  # per layer, one tensor each; 0: one tensor per layer
     part: int = 0  # position in a fused tensor
     parts: int = 1  # parameters in the tensor
+    part_sizes: tuple[int, ...] = ()  # their outputs; (): all the same
     interleaved: bool = False  # fused outputs alternate instead of being concatenated
     keep_float32: bool = False  # float32 in every file
 
@@ -65,7 +71,7 @@ class TensorName:
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of each file tensor, from the shape of the parameter."""
         *inner, outputs = shape[self.num_leading_dims :]
-        stored = (*inner, outputs * self.parts)
+        stored = (*inner, sum(self.part_sizes) or outputs * self.parts)
         return stored[::-1] if self.transposed else stored
 
     def stored_slices(self, block: tuple[slice, ...], stored: tuple[int, ...]) -> tuple[slice, ...]:
@@ -76,6 +82,8 @@ class TensorName:
             outputs = slice(first, outputs.stop * self.parts, step)
         elif self.parts > 1:
             offset = self.part * (stored[0 if self.transposed else -1] // self.parts)
+            if self.part_sizes:
+                offset = sum(self.part_sizes[: self.part])
             outputs = slice(outputs.start + offset, outputs.stop + offset)
         stored_slices = (*inner, outputs)
         return stored_slices[::-1] if self.transposed else stored_slices
@@ -153,11 +161,13 @@ def _stack_names(shape: Architecture, stack: LayerStack) -> Iterator[TensorName]
                 yield name(f"{path}.{ours}", "kernel")
         yield name(f"{path}.down", "kernel")
 
-    yield name("attention_norm", "scale")
-    yield from _attention_names(shape, name)
+    if shape.pre_norms:
+        yield name("attention_norm", "scale")
+    yield from _attention_names(shape, stack.layer, name)
     if shape.post_norms:
         yield name("attention_post_norm", "scale")
-    yield name("mlp_norm", "scale")
+    if shape.pre_norms:
+        yield name("mlp_norm", "scale")
     if not stack.layer.experts:
         yield from mlp("mlp", family.fused_gate_up)
     else:
@@ -169,7 +179,7 @@ def _stack_names(shape: Architecture, stack: LayerStack) -> Iterator[TensorName]
         yield name("mlp_post_norm", "scale")
 
 
-def _attention_names(shape: Architecture, name) -> Iterator[TensorName]:
+def _attention_names(shape: Architecture, layer: LayerType, name) -> Iterator[TensorName]:
     if shape.latent:
         if shape.latent.q_rank:
             yield name("attention.q_a", "kernel")
@@ -181,12 +191,24 @@ def _attention_names(shape: Architecture, name) -> Iterator[TensorName]:
         yield name("attention.kv_norm", "scale")
         yield name("attention.kv_b", "kernel")
         yield name("attention.o", "kernel")
+        if layer.top_keys:
+            for module in ("q", "k", "weights"):
+                yield name(f"attention.indexer.{module}", "kernel")
+            yield name("attention.indexer.k_norm", "scale")
+            yield name("attention.indexer.k_norm", "bias")
         return
+    fused: dict[str, dict[str, object]] = {}
+    if FAMILIES[shape.family].fused_qkv:
+        heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        sizes = tuple(number * shape.head_size for number in heads)
+        for part, ours in enumerate("qkv"):
+            fused[ours] = {"part": part, "parts": 3, "part_sizes": sizes}
     for ours in "qkvo":
-        yield name(f"attention.{ours}", "kernel")
+        module = "attention.qkv" if ours in fused else ""
+        yield name(f"attention.{ours}", "kernel", module, **fused.get(ours, {}))
         if shape.o_bias if ours == "o" else shape.qkv_bias:
             yield name(f"attention.{ours}", "bias")
-    if shape.qk_norm:
+    if shape.qk_norm or shape.wide_qk_norm:
         yield name("attention.q_norm", "scale")
         yield name("attention.k_norm", "scale")
     if shape.sinks:
@@ -200,7 +222,7 @@ def _experts_names(shape: Architecture, name) -> Iterator[TensorName]:
     if experts.bias:
         yield name("mlp.router", "bias")
     if experts.selection_bias:
-        bias = name("mlp.router", "selection_bias")
+        bias = name("mlp.router", "selection_bias", "mlp.router.selection")
         theirs = bias.name.replace("selection_bias", "e_score_correction_bias")
         yield dataclasses.replace(bias, name=theirs, keep_float32=True)
     for i, ours in enumerate(("gate", "up", "down")):

@@ -16,8 +16,10 @@ from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.attention import (
     DEFAULT_SCORING,
     AttentionScoring,
+    index_scores,
     soft_capped,
     softmax_with_sinks,
+    top_visible_keys,
 )
 from jaxrl_llm.models.attention_modules import AttentionInputs
 from jaxrl_llm.models.transformer import Network
@@ -40,6 +42,9 @@ def cache_reader_for(network: Network, device: Any) -> CacheReader:
     """The way decode steps read the KV cache on this kind of device."""
     if network.decode_attention:
         return "own"
+    # The selection of keys needs the scores of all keys of a sequence side by side.
+    if network.shape.indexer:
+        return "gather"
     # On a CPU a matmul with a slice of an array copies the slice, so pages are gathered once.
     if device.platform in ("cpu", "tpu"):
         return {"cpu": "gather", "tpu": "tpu"}[device.platform]  # type: ignore[return-value]
@@ -155,11 +160,17 @@ def cached_attention(
         visible = jnp.concatenate(
             [visibility.cached_mask[kind], visibility.recent_mask[kind]], axis=-1
         )
-        keys = cache_view.keys[layer], recent[0]
+        keys: tuple[Array, ...] = (cache_view.keys[layer], recent[0])
+        if projected.key_index is not None:
+            size = projected.key_index.k.shape[-1]
+            index_keys = [block[:, 0, -size:] for block in keys]
+            keys = tuple(block[:, :, :-size] for block in keys)
+            visible = _selected_keys(projected, index_keys, visible)
         values = (cache_view.values[layer], recent[1]) if cache_view.values else ()
         return gathered_attention(
             projected.q, keys, values, visible, projected.scoring, projected.value_size
         )
+    assert projected.key_index is None, "see `cache_reader_for`"
     pages = cache_view.cache.keys[layer], *cache_view.cache.values[layer : layer + 1]
     if network.decode_attention:
         return network.decode_attention(
@@ -172,6 +183,21 @@ def cached_attention(
             visibility.recent_mask[kind],
         )
     return _over_pages(cache_view, split, projected, pages, recent, visibility)
+
+
+def _selected_keys(
+    projected: AttentionInputs,
+    index_keys: Sequence[Float[Array, "S size _"]],
+    visible: Bool[Array, "S Q keys"],
+) -> Bool[Array, "S Q keys"]:
+    """The visible keys that sparse attention selects; the keys of the index come in blocks."""
+    index = projected.key_index
+    assert index is not None
+    scores = [
+        index_scores(index.q, index.weights, block.astype(index.q.dtype).swapaxes(1, 2))
+        for block in index_keys
+    ]
+    return top_visible_keys(jnp.concatenate(scores, axis=-1), visible, projected.top_keys)
 
 
 def _over_pages(

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -83,6 +84,7 @@ class Engine:
             earlier requests of the same weights. No effect with `keeps_routes`: the experts of a
             prompt are known only where it is computed.
         """
+        network = dataclasses.replace(network, shape=network.shape.for_length(max_tokens))
         self.network, self.mesh, self.layout = network, mesh, layout
         self.num_slots, self.max_tokens, self.chunk_steps = num_slots, max_tokens, chunk_steps
         self._step_tokens = 1 + speculation.draft_tokens  # maximum a step adds to a slot

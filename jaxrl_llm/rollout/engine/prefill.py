@@ -9,7 +9,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config.rollout_data import PREFILL_CHUNK_TOKENS
-from jaxrl_llm.models.attention import chunked_segment_ids, full_attention, masked_attention
+from jaxrl_llm.models.attention import (
+    chunked_segment_ids,
+    full_attention,
+    index_scores,
+    masked_attention,
+    top_visible_keys,
+)
 from jaxrl_llm.models.attention_modules import AttentionInputs
 from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.models.moe.router import RouterInputs
@@ -85,6 +91,7 @@ def prefill(
             assert a.v is not None
             ids = chunked_segment_ids(a.chunk, prompts.segment_ids, prompts.positions)
             options: Any = {"window": a.window, "scoring": a.scoring}
+            options |= {"index": a.key_index, "top_keys": a.top_keys}
             return full_attention(a.q, a.k, a.v, ids, kernel, **options), a.cache_entries
 
         sights = prompts.sights
@@ -254,6 +261,11 @@ def _chunked_prefill(network, params, prompts, size, num_prompt_top):
                     mask &= distances < a.window
                 if a.chunk:
                     mask &= distances <= (positions % a.chunk)[:, None, :, None]
+                if a.key_index is not None:
+                    size_of_index = a.key_index.k.shape[-1]
+                    index_keys, keys = keys[:, :, 0, -size_of_index:], keys[..., :-size_of_index]
+                    scores = index_scores(a.key_index.q, a.key_index.weights, index_keys)
+                    mask = top_visible_keys(scores, mask[:, 0], a.top_keys)[:, None]
                 return masked_attention(a.q, keys, values, mask, a.scoring, kernel), updated
 
             x, cache, routed = network.block(

@@ -8,7 +8,12 @@ from chat_dialogues import DROPPING
 from pyarrow import parquet
 
 from jaxrl_llm.config import DataConfig
-from jaxrl_llm.data.datasets import load_dataset, preference_pairs, worked_examples
+from jaxrl_llm.data.datasets import (
+    labeled_examples,
+    load_dataset,
+    preference_pairs,
+    worked_examples,
+)
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.streams import Stream
 from jaxrl_llm.data.tokenizer import character_tokenizer
@@ -265,3 +270,43 @@ def test_an_answer_under_a_template_has_one_end(tokenizer, config):
     rows = [{"prompt": ASK, "completion": f"{GOOD}<eos>"}, {"messages": [*QUESTION, *RIGHT]}]
     first, second = worked_examples(config(rows), tokenizer, "train", 0)
     assert first == second and shown(tokenizer, first)[1] == "2<eos>"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("labels", [(True, False), (1, 0), ("true", "False")])
+def test_answers_with_a_label(tokenizer, config, suffix, labels):
+    rows = [{**EXAMPLES[1], "label": label} for label in labels]
+    found = labeled_examples(config(rows, suffix), tokenizer, "train", 0)
+    assert [example.desirable for example in found] == [True, False]
+    assert shown(tokenizer, found[1]) == ("<bos><user>1+1=<eos><assistant>2<eos>", "2<eos>")
+    renamed = [{**EXAMPLES[1], "good": label} for label in labels]
+    again = labeled_examples(
+        config(renamed, suffix, columns={"label": "good"}), tokenizer, "train", 0
+    )
+    assert again == found
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        (
+            EXAMPLES[1],
+            r"row 1: this loss needs a label for each answer, got .*add the column 'label'",
+        ),
+        (PAIRS[0], r"these rows are pairs: set dpo\.loss to one of pairs, such as 'sigmoid', or"),
+        (
+            {**EXAMPLES[1], "label": "good"},
+            r"label must be true or false \(or 1 or 0\), got 'good'",
+        ),
+        ({**EXAMPLES[1], "label": [1]}, "label must be true or false"),
+        ({**EXAMPLES[1], "label": 2}, "label must be true or false"),
+    ],
+)
+def test_rows_without_a_label_are_refused(tokenizer, config, row, message):
+    with pytest.raises(DataError, match=message):
+        labeled_examples(config([row]), tokenizer, "train", 0)
+
+
+def test_rows_with_a_label_are_no_pairs(tokenizer, config):
+    with pytest.raises(DataError, match=r"these rows are for a dpo\.loss on single answers"):
+        preference_pairs(config([{**EXAMPLES[1], "label": True}]), tokenizer, "train", 0)

@@ -36,7 +36,7 @@ def test_rows_round_trip():
         0: prompt,
         2: dataclasses.replace(prompt, images=(picture, picture)),
         5: EXAMPLE,
-        6: PreferencePair(EXAMPLE, seen),
+        6: PreferencePair(EXAMPLE, seen._replace(desirable=False)),
         8: None,
     }
     found = row_json.deserialize(row_json.serialize(rows))
