@@ -5,9 +5,16 @@ import functools
 
 import tiny
 
-from jaxrl_llm.models.architecture import Experts, KeyIndexer, LatentAttentionSizes, LayerType
+from jaxrl_llm.models.architecture import (
+    Experts,
+    GatedDeltaSizes,
+    KeyIndexer,
+    LatentAttentionSizes,
+    LayerType,
+)
 
 of = functools.partial(dataclasses.replace, tiny.SHAPE)
+DELTA = LayerType(mixer="gated_delta", rope="none")
 NETWORKS = {
     "windows and experts": of(
         num_layers=3,
@@ -48,5 +55,16 @@ NETWORKS = {
     ),
     "norms of whole projections": of(
         wide_qk_norm=True, pre_norms=False, post_norms=True, qkv_bias=False
+    ),
+    "states": of(
+        qkv_bias=False,
+        num_layers=3,
+        layers=(DELTA, LayerType(experts=True), dataclasses.replace(DELTA, experts=True)),
+        output_gate=True,
+        qk_norm=True,
+        norm_offset=1.0,
+        rope_size=4,
+        gated_delta=GatedDeltaSizes(2, 4, 8, 6),
+        experts=Experts(num=4, per_token=2, size=12, shared_size=8, shared_gate=True),
     ),
 }

@@ -17,6 +17,7 @@ from jaxrl_llm.config.validation import (
     Tokens,
 )
 
+ATTENTION_INTERVAL = 4  # of hybrid models: layers from one attention layer to the next
 Width = Annotated[int, Range("[1, 16777216]")]
 
 
@@ -54,7 +55,12 @@ class ModelConfig(ConfigGroup):
     # Special tokens that messages spell (`<|im_end|>` in a user's text): ordinary text, or tokens.
     special_tokens_in_messages: Literal["text", "tokens"] = "text"
     # Shape of a random model; not used with `path`.
-    family: Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "qwen2_5_vl"] = "qwen2"
+    # Every fourth layer of qwen3_next and qwen3_5 attends; the others are gated delta nets, with
+    # heads of the same numbers and size.
+    family: Literal[
+        "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "qwen2_5_vl", "qwen3_next",
+        "qwen3_5_text", "qwen3_5_moe_text",
+    ] = "qwen2"  # fmt: skip
     hidden_size: Width = 64
     num_layers: Annotated[int, Range("[1, 1024]")] = 2
     num_heads: Annotated[int, Range("[1, 65536]")] = 4
@@ -84,6 +90,12 @@ class ModelConfig(ConfigGroup):
         if self.num_heads % self.num_kv_heads:
             message = f"{self.num_kv_heads} does not divide num_heads={self.num_heads}"
             yield "num_kv_heads", message
+        if self.is_hybrid and not self.path and self.num_layers < ATTENTION_INTERVAL:
+            message = (
+                f"{self.num_layers}, but only every layer {ATTENTION_INTERVAL} of {self.family}"
+                f" attends, and one must; use at least {ATTENTION_INTERVAL}"
+            )
+            yield "num_layers", message
         if self.head_size % 2:
             yield "head_size", f"must be even (rotary pairs), got {self.head_size}"
         if self.experts_per_token > self.num_experts:
@@ -91,6 +103,11 @@ class ModelConfig(ConfigGroup):
             yield "experts_per_token", message
         if self.attention == "cudnn" and self.compute_dtype != "bfloat16":
             yield "attention", "cuDNN attends in 16 bits; set compute_dtype='bfloat16' or 'auto'"
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether a random model has gated delta nets between its attention layers."""
+        return self.family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
     def _word_rules(self) -> Problems:
         if self.words and (self.path or self.tokenizer):

@@ -27,6 +27,8 @@ from jaxrl_llm.models.architecture import Architecture, architecture_from_config
 from jaxrl_llm.models.hf import checkpoint, config_reader, vocabulary
 from jaxrl_llm.models.hf.vocabulary import TokenRanges
 from jaxrl_llm.models.pipeline import checks
+from jaxrl_llm.models.recurrent import checks as recurrent_checks
+from jaxrl_llm.models.recurrent.sequence_memory import has_state
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.packing import row_layout
 from jaxrl_llm.sharding import device_pools
@@ -245,6 +247,7 @@ def make_packer(config: JobConfig, meshes: Mapping[str, Mesh], policy: Network) 
     """The packer of sequences into rows that every model can split; raises as `row_split`."""
     split = row_split(config, meshes)
     share = config.trainer.shared_prompts == "auto" and attention.supports_prefixes(policy.kernel)
+    share = share and not has_state(policy.shape)
     is_rl = config.learns_from_samples
     return Packer(
         *split,
@@ -301,6 +304,7 @@ def _check_mesh(config: JobConfig, mesh: Mesh, shape: Architecture) -> None:
     if config.mesh.on_host and (problem := device_pools.host_offload_problem(mesh)):
         raise ConfigError(f"config.mesh.on_host: {problem}; leave it empty")
     check_heads(config, mesh, shape)
+    recurrent_checks.check_settings(config, shape)
     router_replay.check_router_config(config.router, shape)
     expert_shards, num_experts = mesh.shape["expert"], shape.experts.num if shape.experts else 0
     if expert_shards > 1 and (not num_experts or num_experts % expert_shards):

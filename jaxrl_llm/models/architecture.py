@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from jaxrl_llm.config import ModelConfig
+from jaxrl_llm.config.learner import ATTENTION_INTERVAL
 
 _LONGEST_PATTERN = 12  # in runs of equal layers
 
@@ -50,6 +51,7 @@ class LayerType:
     rope: Literal["main", "local", "none"] = "main"
     experts: bool = False  # a mixture of experts instead of one MLP
     top_keys: int = 0  # keys that a query attends to, chosen by the `KeyIndexer`; 0: all
+    mixer: Literal["attention", "gated_delta"] = "attention"  # how it mixes tokens
 
 
 UNIFORM_LAYER = LayerType()  # the layer type of a uniform model
@@ -75,6 +77,27 @@ class KeyIndexer:
 
 
 @dataclasses.dataclass(frozen=True)
+class GatedDeltaSizes:
+    """Gated delta net layers (arXiv:2412.06464), see `models/recurrent`."""
+
+    num_key_heads: int  # of queries too
+    num_value_heads: int  # a multiple: each key head serves as many value heads
+    key_size: int
+    value_size: int
+    convolution_tokens: int = 4  # width of the causal convolution, its own token included
+
+    @property
+    def key_dims(self) -> int:
+        """Key dims of all heads."""
+        return self.num_key_heads * self.key_size
+
+    @property
+    def value_dims(self) -> int:
+        """Value dims of all heads."""
+        return self.num_value_heads * self.value_size
+
+
+@dataclasses.dataclass(frozen=True)
 class Experts:
     """A mixture of experts and its router."""
 
@@ -82,6 +105,7 @@ class Experts:
     per_token: int
     size: int  # intermediate size of one expert
     shared_size: int = 0  # intermediate size of the shared expert; 0: none
+    shared_gate: bool = False  # a learned gate, one number a token, weighs the shared expert
     # The weight of an expert is its score: softmax over all experts, or the sigmoid of its logit.
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalized: bool = True  # the weights of a token's experts sum to 1
@@ -163,6 +187,7 @@ class Architecture:
     score_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they stay
     logit_cap: float = 0.0
     o_bias: bool = False
+    output_gate: bool = False  # attention's output is multiplied by sigmoids of a projection
     sinks: bool = False  # gpt-oss: learned attention sinks, a logit without a key per head
     unit_qk: bool = False  # Llama 4: RMS norm of queries and keys after rotary embeddings
     long_query_scale: float = 0.0  # Llama 4: attention temperature of layers without rope; 0: none
@@ -174,6 +199,7 @@ class Architecture:
     scale_embeddings: bool = False  # Gemma: by the square root of the hidden size
     latent: LatentAttentionSizes | None = None
     indexer: KeyIndexer | None = None  # of layers with `top_keys`, only with `latent`
+    gated_delta: GatedDeltaSizes | None = None  # of layers with `mixer="gated_delta"`
     experts: Experts | None = None
     # M-RoPE: pairs of a head that rotate with time, row and column of an image, in this order
     # (arXiv:2409.12191, Sec. 2.1); (): positions are one number.
@@ -391,6 +417,8 @@ def architecture_from_config(config: ModelConfig, vocab_size: int) -> Architectu
     experts = None
     if config.family in ("mixtral", "qwen3_moe"):
         experts = Experts(config.num_experts, config.experts_per_token, config.mlp_size)
+    if config.is_hybrid:
+        return _hybrid_from_config(config, vocab_size)
     vision: VisionArchitecture | None = None
     sections: tuple[int, ...] = ()
     if config.family == "qwen2_5_vl":
@@ -424,4 +452,45 @@ def architecture_from_config(config: ModelConfig, vocab_size: int) -> Architectu
         experts=experts,
         rope_sections=sections,
         vision=vision,
+    )
+
+
+def _hybrid_from_config(config: ModelConfig, vocab_size: int) -> Architecture:
+    """A random model of the families whose layers are gated delta nets and attention in turn."""
+    experts = None
+    if config.family != "qwen3_5_text":
+        experts = Experts(
+            config.num_experts,
+            config.experts_per_token,
+            config.mlp_size,
+            shared_size=config.mlp_size,
+            shared_gate=True,
+        )
+    mixes = LayerType(mixer="gated_delta", rope="none", experts=experts is not None)
+    attends = LayerType(experts=experts is not None)
+    return Architecture(
+        family=config.family,
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        mlp_size=0 if config.family == "qwen3_5_moe_text" else config.mlp_size,
+        rope_theta=config.rope_theta,
+        rope_size=max(2, config.head_size // 8 * 2),
+        qk_norm=True,
+        output_gate=True,
+        norm_offset=1.0,
+        tie_embeddings=config.tie_embeddings,
+        layers=tuple(
+            mixes if (i + 1) % ATTENTION_INTERVAL else attends for i in range(config.num_layers)
+        ),
+        gated_delta=GatedDeltaSizes(
+            num_key_heads=config.num_kv_heads,
+            num_value_heads=config.num_heads,
+            key_size=config.head_size,
+            value_size=config.head_size,
+        ),
+        experts=experts,
     )

@@ -152,7 +152,9 @@ class GroupedQueryAttention(nnx.Module):
     def __init__(self, build: ParamFactory, shape: Architecture, layer: LayerType):
         d, h = shape.hidden_size, shape.head_size
         queries, keys = shape.num_heads * h, shape.num_kv_heads * h
-        self.q = Linear(build, "q", d, queries, ("embed", "heads"), shape.qkv_bias)
+        # Of each head its query and then, with `output_gate`, its gate, as in files.
+        q_dims = ("embed", "gated_heads" if shape.output_gate else "heads")
+        self.q = Linear(build, "q", d, queries * (1 + shape.output_gate), q_dims, shape.qkv_bias)
         self.k = Linear(build, "k", d, keys, ("embed", "kv_heads"), shape.qkv_bias)
         self.v = Linear(build, "v", d, keys, ("embed", "kv_heads"), shape.qkv_bias)
         self.o = Linear(build, "o", queries, d, ("heads", "embed"), shape.o_bias)
@@ -176,6 +178,9 @@ class GroupedQueryAttention(nnx.Module):
         shape, layer = self.shape, self.layer
         heads = (*x.shape[:-1], -1, shape.head_size)
         q, k, v = (self.projected(f(x)) for f in (self.q, self.k, self.v))
+        if shape.output_gate:
+            by_head = q.reshape(*x.shape[:-1], -1, 2 * shape.head_size)
+            q, gate = by_head[..., : shape.head_size], by_head[..., shape.head_size :]
         if shape.wide_qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (projection.reshape(heads) for projection in (q, k, v))
@@ -199,6 +204,8 @@ class GroupedQueryAttention(nnx.Module):
         scoring = AttentionScoring(shape.query_scale, shape.score_cap, sinks)
         mixed, cache = attend(AttentionInputs(q, k, v, (k, v), scoring, layer.window, layer.chunk))
         mixed = checkpoint_name(mixed, "mixed")
+        if shape.output_gate:
+            mixed = mixed * jax.nn.sigmoid(gate)
         return self.o(mixed.reshape(*x.shape[:-1], -1)), cache
 
 

@@ -14,6 +14,7 @@ from jaxrl_llm.models.attention_modules import (
 from jaxrl_llm.models.layers import MLP, ParamFactory, RMSNorm
 from jaxrl_llm.models.moe.expert_mlp import ExpertMLP
 from jaxrl_llm.models.moe.router import RouterInputs
+from jaxrl_llm.models.recurrent.gated_delta_net import GatedDeltaNet
 from jaxrl_llm.sharding.mesh import constrain
 
 
@@ -24,11 +25,7 @@ class Block(nnx.Module):
         d = shape.hidden_size
         if shape.pre_norms:
             self.attention_norm = RMSNorm(build, d, shape)
-        self.attention = (
-            LatentAttention(build, shape, layer)
-            if shape.latent
-            else GroupedQueryAttention(build, shape, layer)
-        )
+        self.attention = _mixer(build, shape, layer)
         if shape.pre_norms:
             self.mlp_norm = RMSNorm(build, d, shape)
         self.mlp: MLP | ExpertMLP = (
@@ -62,6 +59,19 @@ class Block(nnx.Module):
         if hasattr(self, "mlp_post_norm"):
             y = self.mlp_post_norm(y)
         return constrain(x + y, "batch", "length", "embed"), cache, routed
+
+
+def _mixer(
+    build: ParamFactory, shape: Architecture, layer: LayerType
+) -> GroupedQueryAttention | LatentAttention | GatedDeltaNet:
+    """The module that mixes tokens in a layer of this kind."""
+    if layer.mixer == "gated_delta":
+        return GatedDeltaNet(build, shape)
+    return (
+        LatentAttention(build, shape)
+        if shape.latent
+        else GroupedQueryAttention(build, shape, layer)
+    )
 
 
 class EmbedAndHead(nnx.Module):

@@ -15,11 +15,16 @@ from jaxrl_llm.models.architecture import UNIFORM_LAYER, Architecture, LayerType
 _SCORE_PRODUCTS = 256
 
 
-def attention_matmul_weights(shape: Architecture) -> int:
-    """Matmul weights of one attention layer that each token passes through."""
+def mixer_matmul_weights(shape: Architecture, kind: LayerType = UNIFORM_LAYER) -> int:
+    """Matmul weights of one layer's attention, or gated delta net, that each token passes."""
     d, heads, latent = shape.hidden_size, shape.num_heads, shape.latent
+    if kind.mixer == "gated_delta":
+        sizes = shape.gated_delta
+        assert sizes is not None
+        return d * (2 * sizes.key_dims + 3 * sizes.value_dims + 2 * sizes.num_value_heads)
     if latent is None:
-        return d * (2 * heads + 2 * shape.num_kv_heads) * shape.head_size
+        gate = heads if shape.output_gate else 0
+        return d * (2 * heads + gate + 2 * shape.num_kv_heads) * shape.head_size
     q_proj = (d if not latent.q_rank else latent.q_rank) * heads * shape.head_size
     down_proj = d * (latent.q_rank + latent.kv_rank + shape.head_size - latent.plain_size)
     up_proj = latent.kv_rank * heads * (latent.plain_size + latent.value_size)
@@ -36,12 +41,23 @@ def mlp_matmul_weights(shape: Architecture, kind: LayerType = UNIFORM_LAYER) -> 
     if not kind.experts or experts is None:
         return 3 * shape.hidden_size * shape.mlp_size
     inner = experts.per_token * experts.size + experts.shared_size
-    return shape.hidden_size * (3 * inner + experts.num)
+    return shape.hidden_size * (3 * inner + experts.num + experts.shared_gate)
 
 
 def layer_matmul_weights(shape: Architecture, kind: LayerType = UNIFORM_LAYER) -> int:
     """Matmul weights of one layer that each token passes through."""
-    return attention_matmul_weights(shape) + mlp_matmul_weights(shape, kind)
+    return mixer_matmul_weights(shape, kind) + mlp_matmul_weights(shape, kind)
+
+
+def recurrence_products(shape: Architecture, kind: LayerType) -> int:
+    """Multiplications of a token with the state of one layer: it is read twice and written once.
+
+    The chunked form has more, which depend on the size of its chunks.
+    """
+    sizes = shape.gated_delta
+    if kind.mixer != "gated_delta" or sizes is None:
+        return 0
+    return 3 * sizes.num_value_heads * sizes.key_size * sizes.value_size
 
 
 def attention_crossover_keys(shape: Architecture) -> int:
@@ -55,6 +71,8 @@ def attention_crossover_keys(shape: Architecture) -> int:
 
 def attended_pairs(kind: LayerType, lengths: Float[np.ndarray, " B"]) -> float:
     """The number of attended query-key pairs in a layer of this kind."""
+    if kind.mixer != "attention":
+        return 0.0
     triangle = lambda n: n * (n + 1) / 2  # noqa: E731
     if most_keys := kind.window or kind.top_keys:
         past = np.maximum(lengths - most_keys, 0)
@@ -68,16 +86,16 @@ def attended_pairs(kind: LayerType, lengths: Float[np.ndarray, " B"]) -> float:
 def forward(shape: Architecture, lengths: Int[np.ndarray, " B"], num_labels: int = 0) -> float:
     """FLOPs of one forward pass over sequences of these lengths.
 
-    Matmuls only: `2 T` per active weight, and in each layer `2 N (H + value)` per attended
-    query-key pair, and those of an indexer per visible pair. `num_labels` is the width of the head;
-    0: the vocabulary.
+    Matmuls only: `2 T` per active weight and product with a recurrent state, and in each layer
+    `2 N (H + value)` per attended query-key pair, and those of an indexer per visible pair.
+    `num_labels` is the width of the head; 0: the vocabulary.
     """
     lengths = np.asarray(lengths, np.float64)  # counts of a long run overflow 64-bit integers
     head = (num_labels or shape.vocab_size) * shape.hidden_size
     flops_per_pair = 2 * shape.num_heads * (shape.head_size + shape.value_size)
     weights, attention = float(head), 0.0
     for kind, count in collections.Counter(shape.layer_types).items():
-        weights += count * layer_matmul_weights(shape, kind)
+        weights += count * (layer_matmul_weights(shape, kind) + recurrence_products(shape, kind))
         attention += count * flops_per_pair * attended_pairs(kind, lengths)
         if kind.top_keys and shape.indexer:
             index_flops = 2 * shape.indexer.num_heads * shape.indexer.head_size

@@ -19,8 +19,9 @@ from jaxrl_llm.sharding import mesh as mesh_lib
 Params = dict[str, Any]
 
 _TILE = 128  # lanes of a TPU's memory tile
-# Never cast: a rounded router chooses other experts, and quantization has dtypes of its own.
-_NEVER_CAST = "router", quantization.SCALES
+# Never cast: a rounded router chooses other experts, quantization has dtypes of its own, and a
+# rounded decay rate changes a recurrent state more with every token.
+_NEVER_CAST = "router", quantization.SCALES, "decay"
 
 
 def cast(tree: Params, dtype) -> Params:

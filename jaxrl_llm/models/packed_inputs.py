@@ -12,6 +12,7 @@ from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.attention_modules import AttentionInputs
 from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.models.moe.router import RouterInputs, RouterOutputs
+from jaxrl_llm.models.recurrent.gated_delta_net import GatedDeltaInputs
 
 # Experts to replay by stack name; None: the router's own choice, or a stack without experts.
 RoutesByStack = dict[str, Array | None]
@@ -29,11 +30,14 @@ class PackedInputs(NamedTuple):
 
     def attend(
         self,
-        a: AttentionInputs,
+        a: AttentionInputs | GatedDeltaInputs,
         kernel: attention.AttentionImplementation,
         form: context_parallel.ContextParallelForm,
     ) -> tuple[Float[Array, "B T N value"], None]:
-        """Attention over these rows, as `AttentionFunction`; there is no cache to return."""
+        """Mixes the tokens of these rows, as `AttentionFunction`; there is no cache to return."""
+        if isinstance(a, GatedDeltaInputs):
+            assert not self.prefix_ids.shape[-1], "a state is not handed to several samples"
+            return a.over_rows(self.segment_ids), None
         assert a.v is not None
         prefixes = attention.chunked_segment_ids(a.chunk, self.prefix_ids, self.positions)
 

@@ -15,9 +15,9 @@ from jaxtyping import Array, Float
 Params = dict[str, Any]
 Quantization = Literal["none", "int8", "fp8"]
 
-# Not quantized: kernels below these names, which are small or choose tokens and experts, and all
-# parameters that are not kernels (norms, biases, sinks).
-UNQUANTIZED = ("embed", "head", "score", "router")
+# Not quantized: kernels below these names, which are small or choose tokens and experts, or how a
+# state decays ("a", "b"), and all parameters that are not kernels (norms, biases, sinks).
+UNQUANTIZED = ("embed", "head", "score", "router", "shared_gate", "a", "b")
 SCALES = "kernel_steps"  # name of the scales [..., O], float32, beside a kernel [..., I, O]
 
 

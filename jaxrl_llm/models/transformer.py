@@ -139,6 +139,11 @@ class Network:
             units |= {"key_value_heads": key_and_value_size, "value_heads": latent.value_size}
         if shape.vision:
             units["tower_heads"] = shape.vision.head_size
+        if shape.output_gate:
+            units["gated_heads"] = 2 * shape.head_size
+        if shape.gated_delta:
+            units["delta_keys"] = shape.gated_delta.key_size
+            units["delta_values"] = shape.gated_delta.value_size
         return units
 
     @property

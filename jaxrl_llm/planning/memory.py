@@ -14,6 +14,7 @@ from jaxrl_llm.config.rollout_data import PREFILL_CHUNK_TOKENS
 from jaxrl_llm.models import attention, heads
 from jaxrl_llm.models.architecture import LayerType
 from jaxrl_llm.models.moe import expert_mlp
+from jaxrl_llm.models.recurrent.gated_delta_rule import CHUNK_TOKENS
 from jaxrl_llm.planning import vision_costs
 from jaxrl_llm.planning.run_setting import (
     SCORING_PROGRAMS,
@@ -200,6 +201,11 @@ class _MicrobatchBytes:
         self.mlps = {
             kind: _MLP.from_layer(setting, kind, tokens) for kind in set(shape.layer_types)
         }
+        # Float32 arrays of a gated delta net: values, keys, and decays and scores within a chunk.
+        self.recurrence = 0.0
+        if (delta := shape.gated_delta) is not None:
+            per_head = 2 * delta.value_size + 2 * delta.key_size + 3 * CHUNK_TOKENS
+            self.recurrence = 4.0 * tokens * setting.tensor_shard(delta.num_value_heads) * per_head
         # Float32 attention weights of one block of queries; kernels materialize none.
         block = 1.0 if rows.key_copies else min(1.0, attention.QUERY_BLOCK / rows.width)
         scores = tokens * query_heads * rows.keys * 4.0 * block
@@ -293,7 +299,10 @@ def _train(setting: RunSetting, roles: Sequence[str]) -> MemoryParts:
         base
         + MemoryParts(
             gradients=accumulated,
-            activations=attention_bytes + 4 * mlp.inner + 6 * mlp.rows + 4 * mlp.results,
+            activations=max(attention_bytes, 2 * work.recurrence)
+            + 4 * mlp.inner
+            + 6 * mlp.rows
+            + 4 * mlp.results,
             temporary=compiler.layer_copies * mlp.weights + 2 * mlp.experts,
         )
         for mlp in work.mlps.values()
@@ -342,7 +351,9 @@ def _saved_activations(setting: RunSetting, work: _MicrobatchBytes) -> tuple[flo
         adapted = sum(matmul_outputs.get(n, 0.0) for n in lora.targets) if lora.rank else 0.0
         # Input and result of both norms, in float32 too.
         all_activations = (
-            7 * work.carry + attention_inputs + work.queries + 3 * mlp.inner + work.saved_scores
+            7 * work.carry
+            + max(attention_inputs + work.queries + work.saved_scores, work.recurrence)
+            + 3 * mlp.inner
         )
         return {
             "full": work.carry,
@@ -381,7 +392,8 @@ def _score(setting: RunSetting, head: Head) -> MemoryParts:
     phases = [MemoryParts(temporary=work.embedding_slices)]
     for mlp in work.mlps.values():
         mlp_bytes = 2 * mlp.inner + 2 * mlp.rows + mlp.results
-        layer = work.carry + 2 * work.scores + work.selection + mlp_bytes
+        mixed = max(2 * work.scores + work.selection, work.recurrence)
+        layer = work.carry + mixed + mlp_bytes
         phases.append(MemoryParts(activations=layer, temporary=mlp.weights))
     base, tables = MemoryParts(temporary=work.embedding_slices), 1
     if setting.stages > 1:  # inputs of a round, and the stages' inputs and outputs
@@ -408,7 +420,7 @@ def _decode(setting: RunSetting) -> MemoryParts:
     cache = setting.cache_bytes(setting.num_slots, setting.cache_tokens / setting.num_slots)
     slots = max(1, setting.num_slots // setting.sampling_shards)
     positions = 1 + rollout.speculation.draft_tokens
-    # The write buffer of a chunk of steps.
+    # The write buffer of a chunk of steps, with a copy of the states.
     recent = setting.cache_bytes(setting.num_slots, rollout.chunk_steps * positions)
     vocab = setting.tensor_shard(shape.vocab_size)
     table = vocab * shape.hidden_size * setting.rollout_item

@@ -12,6 +12,7 @@ from jaxrl_llm.config.placement import CHOICES, ROLES
 from jaxrl_llm.models import flops
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.pipeline import checks
+from jaxrl_llm.models.recurrent import checks as recurrent_checks
 from jaxrl_llm.planning import memory, supervised_runs
 from jaxrl_llm.planning.accelerators import DEVICES, GIB, Device
 from jaxrl_llm.planning.run_setting import MemoryParts, RunSetting, ScoringModel, expert_axis_sizes
@@ -110,6 +111,7 @@ def make_plan(
     checks.check_roles(config, role_meshes)
     for shape in (policy, *(scorer.shape for scorer in scorers)):
         checks.check_layers(config, shape, role_meshes["policy"]["stage"])
+        recurrent_checks.check_settings(config, shape)
     settings = {
         roles: RunSetting(
             config,
@@ -255,7 +257,7 @@ def _least_bytes(plan: MemoryPlan, count: int) -> float:
     shape = plan.setting.model
     layers = sum(flops.layer_matmul_weights(shape, kind) for kind in shape.layer_types)
     tensor = max(_TENSOR_SIZES[-1], plan.setting.mesh["tensor"])
-    return max(layers / count, flops.attention_matmul_weights(shape) / tensor)
+    return max(layers / count, flops.mixer_matmul_weights(shape) / tensor)
 
 
 def _without_unread(job: JobConfig, values: list[Changes]) -> list[Changes]:

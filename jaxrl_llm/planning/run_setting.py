@@ -21,6 +21,7 @@ from jaxrl_llm.config.kv_cache_sizing import cache_pages, choose_slots
 from jaxrl_llm.models import attention, flops, mixed_precision
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.layers import MatmulImpl
+from jaxrl_llm.models.recurrent.sequence_memory import has_state, paged_layers, state_numbers
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.packing import row_layout as row_layout_lib
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -285,10 +286,20 @@ class RunSetting:
         return rows.num_microbatches * rows.rows * rows.width / self.mesh["sequence"]
 
     def cache_bytes(self, rows: int, width: float) -> float:
-        """Bytes of the KV cache of `rows` sequences of `width` tokens."""
+        """Bytes of the pages and the states of `rows` sequences of `width` tokens."""
         heads, key_size, value_size = self.policy.kv_cache_sizes
         entries = self.local_rows(rows) * self.tensor_shard(heads) * width * (key_size + value_size)
-        return 1.0 * self.policy.num_layers * entries * self.cache_item
+        pages = 1.0 * len(paged_layers(self.policy)) * entries * self.cache_item
+        return pages + self.state_bytes(rows)
+
+    def state_bytes(self, rows: int) -> float:
+        """Bytes of the states of recurrent layers of `rows` sequences."""
+        if (sizes := self.policy.gated_delta) is None:
+            return 0.0
+        narrow, wide = state_numbers(self.policy)
+        heads = sizes.num_value_heads
+        share = self.tensor_shard(heads) / heads
+        return self.local_rows(rows) * share * (narrow * self.compute_item + 4.0 * wide)
 
     def local_rows(self, rows: int) -> int:
         """Rows that one device samples: all of them if they do not divide over the devices."""
@@ -316,6 +327,7 @@ class RunSetting:
         config, length = self.config, self.mesh["sequence"]
         shares_prompts = config.trainer.shared_prompts == "auto" and length == 1
         shares_prompts = shares_prompts and attention.supports_prefixes(self.attention_kernel)
+        shares_prompts = shares_prompts and not has_state(self.policy)
         budget = max(config.trainer.max_tokens_per_microbatch * length, config.max_sequence_tokens)
         row_layout = row_layout_lib.worst_case_rows(
             num_sequences,

@@ -15,6 +15,7 @@ from jaxrl_llm.algorithms import requirements
 from jaxrl_llm.models import flops
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.pipeline import schedule
+from jaxrl_llm.models.recurrent.sequence_memory import paged_layers
 from jaxrl_llm.planning import vision_costs
 from jaxrl_llm.planning.accelerators import Device
 from jaxrl_llm.planning.run_setting import SCORING_PROGRAMS, Head, LayerParams, RunSetting
@@ -271,12 +272,13 @@ def decode_step(
         read_params = experts * min(1.0, local_slots * moe.per_token * expert_shards / moe.num)
     kv_heads, key_size, value_size = shape.kv_cache_sizes
     score_and_value_size = key_size + (shape.latent.kv_rank if shape.latent else value_size)
-    attention_flops = (
-        2 * shape.num_layers * shape.num_heads * score_and_value_size * local_tokens / tensor
-    )
+    num_paged = len(paged_layers(shape))
+    attention_flops = 2 * num_paged * shape.num_heads * score_and_value_size * local_tokens / tensor
     work = local_slots * 2 * (rest + active_params) + attention_flops
     heads = setting.tensor_shard(kv_heads)
-    cache = shape.num_layers * local_tokens * heads * (key_size + value_size) * item
+    cache = num_paged * local_tokens * heads * (key_size + value_size) * item
+    # Every step reads and writes the states.
+    cache += 2 * setting.state_bytes(round(num_slots))
     links = 4 * shape.num_layers * local_slots * shape.hidden_size * item * (tensor - 1) / tensor
     links += _all_to_all_bytes(setting, local_slots)
     if config.mesh.rollout == "train":

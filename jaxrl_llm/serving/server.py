@@ -19,6 +19,7 @@ from jaxrl_llm.config.kv_cache_sizing import SequenceLengths
 from jaxrl_llm.data.encoding import Treatment, set_treatment
 from jaxrl_llm.data.token_names import detokenizer
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.recurrent.checks import check_draft_tokens
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout.engine import kv_cache
 from jaxrl_llm.rollout.engine.aot_programs import Program
@@ -85,6 +86,7 @@ def make_engine(
     """
     args, max_tokens = source.sampler.engine_args, model.max_tokens
     network, mesh = network or args.network, args.mesh
+    check_draft_tokens("--draft_tokens", draft_tokens, network.shape)
     max_slots, cache_tokens = 16 if source.models.platform == "cpu" else 64, 0
     if not num_slots:
         num_slots, cache_tokens = kv_cache.fitting_cache_size(

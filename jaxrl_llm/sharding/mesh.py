@@ -39,6 +39,9 @@ _TENSOR_PARALLEL_DIMS = (
     "value_heads",
     "mlp",
     "tower_heads",
+    "gated_heads",
+    "delta_keys",
+    "delta_values",
 )
 _FSDP_AXES = ("fsdp", "sequence", "expert", STAGE)
 TRAIN: Rules = {

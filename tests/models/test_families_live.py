@@ -120,10 +120,37 @@ TABLE = {
         for seed in ODD_SEEDS
     },
 }
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+}
+SHARED_EXPERT = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 20}
+TABLE |= {
+    "qwen3_next": ("Qwen3NextConfig", {**DELTA, **SHARED_EXPERT}),
+    "qwen3_5_text": ("Qwen3_5TextConfig", DELTA),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeTextConfig",
+        {
+            **DELTA,
+            **SHARED_EXPERT,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_value_heads": 2,
+        },
+    ),
+}
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LENGTHS = (40, 33)
 NUM_GREEDY = 64
 
 pytestmark = pytest.mark.parity
+
+
+def is_zero_centred(family, name):
+    """Whether a norm multiplies by 1 + its weight."""
+    return "gemma" in family or (family in HYBRID and "linear_attn" not in name)
 
 
 def rows_of_table(*excluded):
@@ -154,7 +181,7 @@ def make(torch, name):
             if "inv_freq" in path or "embed_scale" in path:
                 continue
             size, mean = (0.5, 1.0) if "norm" in path else (0.15, 0.0)
-            if "norm" in path and "gemma" in family:
+            if "norm" in path and is_zero_centred(family, path):
                 mean = 0.0
             parameter.copy_(mean + size * torch.randn_like(parameter))
     return model.eval()

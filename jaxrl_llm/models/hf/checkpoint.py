@@ -30,6 +30,7 @@ from jaxrl_llm.models.hf import (
     parameter_reader,
     quantized_tensors,
     safetensors_file,
+    stacked_experts,
     unknown_family,
     vocabulary,
 )
@@ -173,6 +174,8 @@ def _check_folder(folder: PathLike, network: Network):
     source = str(model_folder.local_folder(folder) / "config.json")
     _check_shape(source, config, network)
     files = safetensors_file.open_folder(folder, by_ranges=jax.process_count() > 1)
+    if FAMILIES[network.shape.family].stacks_experts:
+        files = stacked_experts.split_experts(files)
     stored = quantized_tensors.dequantized_tensors(config, files, str(folder))
     leaves = traverse_util.flatten_dict(network.abstract_params())
     names = tensor_names(network.shape, network.head)
@@ -231,6 +234,12 @@ def _check_tensors(folder, network, leaves, names: list[TensorName], stored) -> 
     if problems:
         raise CheckpointFormatError(f"{folder}: {_shortened_list(problems)}")
     _check_tied(folder, network, stored)
+    if predictors := [name for name in stored if name.startswith("mtp.")]:
+        warnings.warn(
+            f"{folder}: {len(predictors)} tensors of multi-token prediction ({predictors[0]}, ...)"
+            " are not read; an export of this model has none",
+            stacklevel=3,
+        )
     if unused:
         warnings.warn(
             f"{folder}: not used by this {network.head} network: {_shortened_list(unused)}",

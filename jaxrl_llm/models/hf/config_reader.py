@@ -325,7 +325,8 @@ def _experts_spec(config: Config, mixture: MoEFormat, source: str) -> Experts:
     num_shared = {"": 0, "one": 1}.get(mixture.shared_experts)
     if num_shared is None:
         num_shared = config.get(mixture.shared_experts, 0)
-    experts = Experts(**{**fields, **mixture.fixed_fields}, shared_size=num_shared * fields["size"])
+    fields.setdefault("shared_size", num_shared * fields["size"])
+    experts = Experts(**{**fields, **mixture.fixed_fields})
     reachable = experts.num // experts.groups * experts.top_groups
     if (
         experts.num % experts.groups
@@ -348,6 +349,7 @@ def _layer_specs(config: Config, row: ModelFamily, source: str) -> tuple[LayerTy
     attention_type = row.attention_type or (lambda config, layer: "full_attention")
     layer_types: Sequence[str] = [attention_type(config, layer) for layer in layer_indices]
     implemented = {t for t, keys in ATTENTION_KEYS.items() if set(keys.values()) <= config.keys()}
+    implemented |= row.mixers.keys()
     if not row.attention_type or not row.has_layer_types:
         implemented = set(layer_types)
     layer_types = config.get("layer_types", layer_types)
@@ -362,7 +364,8 @@ def _layer_specs(config: Config, row: ModelFamily, source: str) -> tuple[LayerTy
     has_experts = row.moe.sparse_layers.read(config) if row.moe else lambda layer: False
     layers = tuple(
         LayerType(
-            **{field: config[key] for field, key in ATTENTION_KEYS[layer_types[layer]].items()},
+            **{f: config[key] for f, key in ATTENTION_KEYS.get(layer_types[layer], {}).items()},
+            mixer=row.mixers.get(layer_types[layer], "attention"),
             rope=row.rope_kind(config, layer, layer_types[layer]),
             experts=has_experts(layer),
         )

@@ -16,6 +16,8 @@ _INTEGERS: Mapping[str, Range] = {
     "decoder_sparse_step": _LAYER_COUNT,
     "interleave_moe_layer_step": _LAYER_COUNT,
     "no_rope_layer_interval": _LAYER_COUNT,
+    "full_attention_interval": _LAYER_COUNT,
+    "linear_conv_kernel_dim": Range("[2, 64]"),
     "q_lora_rank": _COUNT,
     "index_topk_freq": _COUNT,
     "n_shared_experts": _COUNT,
@@ -30,6 +32,8 @@ _INTEGERS: Mapping[str, Range] = {
             *("moe_intermediate_size", "n_group", "topk_group", "attention_chunk_size"),
             *("rotary_dim", "original_max_position_embeddings"),
             *("index_topk", "index_n_heads", "index_head_dim"),
+            *("shared_expert_intermediate_size", "linear_num_key_heads"),
+            *("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
         ),
         _SIZE,
     ),
@@ -55,6 +59,7 @@ _ROPE_FLOATS: Mapping[str, Range] = dict.fromkeys(
 _FLAGS = {
     *("tie_word_embeddings", "norm_topk_prob", "rope_interleave", "use_qk_norm"),
     *("attention_bias", "attn_temperature_tuning", "truncate", "use_sliding_window"),
+    "attn_output_gate",
     "indexer_rope_interleave",
 }
 _LISTS = {

@@ -58,6 +58,8 @@ def to_hf_config(
     keys = {**ARCHITECTURE_KEYS, **row.config_keys}
     config |= {key: getattr(shape, field) or None for field, key in keys.items()}
     config |= {key: getattr(shape, f) for f, key in keys.items() if getattr(shape, f) is False}
+    # Sizes that the family does not have.
+    config = {key: v for key, v in config.items() if v is not None or row.defaults.get(key) != 0}
     config.update(
         model_type=shape.family,
         architectures=[hf_class_name(shape.family, head)],
@@ -113,6 +115,11 @@ def _layer_keys(shape: Architecture, row: ModelFamily) -> Fields:
             ]
             if key in row.defaults:
                 config[key] = max(sizes) or None
+    by_mixer = {mixer: kind for kind, mixer in row.mixers.items()}
+    layer_types = [
+        by_mixer.get(layer.mixer, kind)
+        for layer, kind in zip(shape.layer_types, layer_types, strict=True)
+    ]
     return {**config, "layer_types": layer_types} if row.has_layer_types else config
 
 

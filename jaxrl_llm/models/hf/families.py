@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.architecture import Architecture, LatentAttentionSizes
-from jaxrl_llm.models.hf import indexer_config, vision_config
+from jaxrl_llm.models.hf import gated_delta_config, indexer_config, vision_config
 
 
 class CheckpointFormatError(UserError, ValueError):
@@ -59,6 +59,7 @@ class ModelFamily:
     rope_kind: Callable[[Config, int, str], Literal["main", "local", "none"]] = (
         lambda config, number, attention: "main"
     )
+    mixers: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by attention type
     has_layer_types: bool = True  # config.json has `layer_types` unless all layers are alike
     moe: MoEFormat | None = None
     classifier_class: str = ""  # class name prefix of its classifier, if different
@@ -68,6 +69,11 @@ class ModelFamily:
     fused_qkv: bool = False  # query, key and value projections share one tensor
     fused_gate_up: bool = False  # gate and up projections share one tensor
     fused_experts: Literal["", "halves", "interleaved"] = ""  # the same, stacked over all experts
+    # Whether published folders stack experts that transformers writes one by one.
+    stacks_experts: bool = False
+    # Whether a gated delta net has two tensors, in_proj_qkvz and in_proj_ba, in which outputs are
+    # grouped by key head; else in_proj_qkv, in_proj_z, in_proj_b and in_proj_a.
+    delta_by_key_head: bool = False
     has_mtp_layers: bool = False  # files may hold multi-token prediction layers
 
 
@@ -320,12 +326,37 @@ _DSA: Fields = {
     "module_names": {"attention.q_norm": "self_attn.q_a_layernorm"},
     "has_mtp_layers": True,
 }
+_GATED_DELTA: dict[str, Any] = {
+    "fixed_fields": {"qk_norm": True, "output_gate": True, "norm_offset": 1.0},
+    "required_values": {"attn_output_gate": True},
+    "codecs": (
+        FieldCodec(gated_delta_config.gated_delta_fields, gated_delta_config.gated_delta_keys),
+    ),
+    "attention_type": gated_delta_config.attention_type,
+    "mixers": gated_delta_config.MIXERS,
+    "rope_kind": lambda config, number, attention: (
+        "main" if attention == "full_attention" else "none"
+    ),
+    "has_mtp_layers": True,
+}
+_SHARED_EXPERT_MODULES = {
+    "mlp.shared": "mlp.shared_expert",
+    "mlp.shared_gate": "mlp.shared_expert_gate",
+}
+_QWEN_MOE_KEYS = {
+    "num": "num_experts",
+    "per_token": "num_experts_per_tok",
+    "size": "moe_intermediate_size",
+    "shared_size": "shared_expert_intermediate_size",
+}
 
 # Multimodal model_type -> family of its text model, which alone is read.
 TEXT_MODEL_TYPES: Mapping[str, str] = {
     "gemma3": "gemma3_text",
     "llama4": "llama4_text",
     "kimi_k25": "deepseek_v3",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }
 # model_type that is another name of a family; folders are written with the family's.
 MODEL_TYPE_ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
@@ -572,5 +603,36 @@ FAMILIES: Mapping[str, ModelFamily] = {
             "indexer_rope_interleave": True,
         },
         **_DSA,
+    ),
+    "qwen3_next": ModelFamily(
+        "Qwen3Next",
+        **_GATED_DELTA,
+        defaults={**gated_delta_config.DEFAULTS, "norm_topk_prob": True},
+        moe=MoEFormat(
+            config_keys={**_QWEN_MOE_KEYS, "normalized": "norm_topk_prob"},
+            fixed_fields={"shared_gate": True},
+            sparse_layers=_SPARSE_EVERY_N,
+        ),
+        module_names=_SHARED_EXPERT_MODULES,
+        delta_by_key_head=True,
+    ),
+    "qwen3_5_text": ModelFamily(
+        "Qwen3_5",
+        **_GATED_DELTA,
+        defaults=gated_delta_config.DEFAULTS,
+        classifier_class="Qwen3_5Text",
+    ),
+    "qwen3_5_moe_text": ModelFamily(
+        "Qwen3_5Moe",
+        **_GATED_DELTA,
+        # All layers have experts: there is no other MLP.
+        defaults={**gated_delta_config.DEFAULTS, "intermediate_size": 0},
+        moe=MoEFormat(
+            config_keys=_QWEN_MOE_KEYS,
+            fixed_fields={"shared_gate": True},
+            sparse_layers=_ALL_SPARSE,
+        ),
+        module_names=_SHARED_EXPERT_MODULES,
+        stacks_experts=True,
     ),
 }

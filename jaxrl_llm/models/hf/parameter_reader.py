@@ -59,8 +59,7 @@ def _read_block(
 
     def fill(slot: tuple[int, ...]) -> None:
         tensor, stored = _stored_block(name, tensors, block, slot)
-        stored_block = tensor.view()[stored]
-        out[slot] = stored_block.T if name.transposed else stored_block
+        out[slot] = name.parameter_block(tensor.view()[stored], block[name.num_leading_dims :])
 
     slots = list(np.ndindex(out.shape[: name.num_leading_dims]))
     if len(slots) > 1 and any(tensor.is_remote for tensor in tensors):
@@ -190,7 +189,7 @@ def _stripe_sharding(name: TensorName, shape: tuple[int, ...], sharding: NamedSh
     rows_dim = len(shape) - 1 if name.transposed else name.num_leading_dims
     # Fused and interleaved parameters are contiguous only as whole tensors.
     dims: Iterable[int] = range(name.num_leading_dims)
-    if not name.interleaved:
+    if not (name.interleaved or name.widths):
         dims = (*dims, rows_dim)
     parts, dim = max((math.gcd(shape[dim], len(devices)), -i, dim) for i, dim in enumerate(dims))[
         ::2

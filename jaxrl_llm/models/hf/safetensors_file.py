@@ -312,7 +312,7 @@ def _text_model_tensors(tensors: dict[str, StoredTensor]) -> dict[str, StoredTen
     prefix = "language_model."
     if not any(prefix in name for name in tensors):
         return tensors
-    other_prefixes = ("lm_head.", "model.visual.")
+    other_prefixes = ("lm_head.", "model.visual.", "mtp.")
     text_tensors = {name: tensor for name, tensor in tensors.items() if prefix in name}
     renamed = {name.replace(prefix, "", 1): tensor for name, tensor in text_tensors.items()}
     other_tensors = {

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,8 @@ _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
 class TensorName:
     """One parameter of the network and the file tensors that hold it.
 
-    A tensor is [out, in] if `transposed`, and may fuse several parameters along its outputs.
+    A tensor is [out, in] if `transposed`, and may fuse several parameters along its outputs: equal
+    ones side by side or `interleaved`, or groups of outputs of each in turn (`widths`).
     """
 
     path: tuple[str, ...]  # keys into the parameter tree
@@ -50,6 +52,7 @@ class TensorName:
     parts: int = 1  # parameters in the tensor
     part_sizes: tuple[int, ...] = ()  # their outputs; (): all the same
     interleaved: bool = False  # fused outputs alternate instead of being concatenated
+    widths: tuple[int, ...] = ()  # outputs of each part in a group of fused outputs; (): equal
     keep_float32: bool = False  # float32 in every file
 
     @property
@@ -68,16 +71,29 @@ class TensorName:
         """Leading dims (layers, experts) that the parameter has and the file tensors lack."""
         return self.is_stacked + (self.experts > 0)
 
+    def transpose_stored(self, array: Any) -> Any:
+        """A file tensor in the layout of the parameter, or the other way round."""
+        return array.T if self.transposed else array
+
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of each file tensor, from the shape of the parameter."""
         *inner, outputs = shape[self.num_leading_dims :]
-        stored = (*inner, sum(self.part_sizes) or outputs * self.parts)
+        num_fused = sum(self.part_sizes) or outputs * self.parts
+        if self.widths:
+            num_fused = outputs // self.widths[self.part] * sum(self.widths)
+        stored = (*inner, num_fused)
         return stored[::-1] if self.transposed else stored
 
     def stored_slices(self, block: tuple[slice, ...], stored: tuple[int, ...]) -> tuple[slice, ...]:
-        """The slices of a file tensor of shape `stored` that hold a block of the parameter."""
+        """The slices of a file tensor of shape `stored` that hold a block of the parameter.
+
+        They may hold more, see `parameter_block`: the groups of `widths` are read whole.
+        """
         *inner, outputs = block
-        if self.interleaved:
+        if self.widths:
+            first, last = self._groups(outputs)
+            outputs = slice(first * sum(self.widths), last * sum(self.widths))
+        elif self.interleaved:
             first, step = outputs.start * self.parts + self.part, self.parts
             outputs = slice(first, outputs.stop * self.parts, step)
         elif self.parts > 1:
@@ -85,15 +101,38 @@ class TensorName:
             if self.part_sizes:
                 offset = sum(self.part_sizes[: self.part])
             outputs = slice(outputs.start + offset, outputs.stop + offset)
-        stored_slices = (*inner, outputs)
-        return stored_slices[::-1] if self.transposed else stored_slices
+        slices = (*inner, outputs)
+        return slices[::-1] if self.transposed else slices
+
+    def _groups(self, outputs: slice) -> tuple[int, int]:
+        """The first group of fused outputs of a block, and the one past its last."""
+        width = self.widths[self.part]
+        return outputs.start // width, -(-outputs.stop // width)
+
+    def parameter_block(self, stored: np.ndarray, block: tuple[slice, ...]) -> np.ndarray:
+        """A block of the parameter from the `stored_slices` of a file tensor."""
+        array, outputs = self.transpose_stored(stored), block[-1]
+        if not self.widths:
+            return array
+        width, offset = self.widths[self.part], sum(self.widths[: self.part])
+        first, last = self._groups(outputs)
+        grouped = array.reshape(*array.shape[:-1], last - first, sum(self.widths))
+        own = grouped[..., offset : offset + width].reshape(*array.shape[:-1], -1)
+        return own[..., outputs.start - first * width : outputs.stop - first * width]
 
     def fused_tensor(self, pieces: list[np.ndarray]) -> np.ndarray:
         """The fused file tensor of several parameters."""
-        axis = 0 if self.transposed else -1
-        if not self.interleaved:
-            return np.concatenate(pieces, axis)
-        return np.stack(pieces, -1).reshape(*pieces[0].shape[:-1], -1)
+        arrays = [self.transpose_stored(piece) for piece in pieces]
+        leading, width = arrays[0].shape[:-1], self.widths[0] if self.widths else 0
+        if self.widths:
+            groups = arrays[0].shape[-1] // width
+            by_group = [array.reshape(*leading, groups, -1) for array in arrays]
+            fused = np.concatenate(by_group, -1).reshape(*leading, -1)
+        elif self.interleaved:
+            fused = np.stack(arrays, -1).reshape(*leading, -1)
+        else:
+            fused = np.concatenate(arrays, -1)
+        return np.ascontiguousarray(self.transpose_stored(fused))
 
 
 def tensor_names(shape: Architecture, head: str = "lm") -> tuple[TensorName, ...]:
@@ -163,7 +202,10 @@ def _stack_names(shape: Architecture, stack: LayerStack) -> Iterator[TensorName]
 
     if shape.pre_norms:
         yield name("attention_norm", "scale")
-    yield from _attention_names(shape, stack.layer, name)
+    if stack.layer.mixer == "gated_delta":
+        yield from _gated_delta_names(shape, name)
+    else:
+        yield from _attention_names(shape, stack.layer, name)
     if shape.post_norms:
         yield name("attention_post_norm", "scale")
     if shape.pre_norms:
@@ -175,6 +217,8 @@ def _stack_names(shape: Architecture, stack: LayerStack) -> Iterator[TensorName]
         assert shape.experts is not None
         if shape.experts.shared_size:
             yield from mlp("mlp.shared")
+        if shape.experts.shared_gate:
+            yield name("mlp.shared_gate", "kernel")
     if shape.post_norms:
         yield name("mlp_post_norm", "scale")
 
@@ -215,6 +259,38 @@ def _attention_names(shape: Architecture, layer: LayerType, name) -> Iterator[Te
         yield name("attention", "sinks")
 
 
+def _gated_delta_names(shape: Architecture, name) -> Iterator[TensorName]:
+    """The parameters of a gated delta net, in the one or the other format of projections."""
+    sizes = shape.gated_delta
+    assert sizes is not None
+    per_key_head = sizes.num_value_heads // sizes.num_key_heads
+    values = per_key_head * sizes.value_size
+    concatenated = (sizes.key_dims, sizes.key_dims, sizes.value_dims)
+    fused: dict[str, tuple[str, tuple[int, ...]]] = {"in_proj_qkv": ("qkv", concatenated)}
+    fused |= {f"in_proj_{ours}": (ours, ()) for ours in "zba"}
+    if FAMILIES[shape.family].delta_by_key_head:
+        by_head = (sizes.key_size, sizes.key_size, values, values)
+        fused = {"in_proj_qkvz": ("qkvz", by_head), "in_proj_ba": ("ba", (per_key_head,) * 2)}
+
+    def renamed(path: str, leaf: str, theirs: str, **fields) -> TensorName:
+        ours = name(path, leaf, **fields)
+        return dataclasses.replace(ours, name=f"model.layers.{{}}.linear_attn.{theirs}")
+
+    for theirs, (projections, widths) in fused.items():
+        for part, ours in enumerate(projections):
+            fields = {"part": part, "widths": widths}
+            yield renamed(f"attention.{ours}", "kernel", f"{theirs}.weight", **fields)
+    for part, ours in enumerate("qkv"):
+        convolution = renamed(
+            f"attention.{ours}_conv", "weight", "conv1d.weight", part=part, widths=concatenated
+        )
+        yield dataclasses.replace(convolution, transposed=True)
+    yield renamed("attention.decay", "log_rate", "A_log")
+    yield renamed("attention.decay", "bias", "dt_bias")
+    yield renamed("attention", "norm_scale", "norm.weight")
+    yield renamed("attention.o", "kernel", "out_proj.weight")
+
+
 def _experts_names(shape: Architecture, name) -> Iterator[TensorName]:
     experts, fused = shape.experts, FAMILIES[shape.family].fused_experts
     assert experts is not None
@@ -251,6 +327,9 @@ def is_ignorable(name: str, shape: Architecture, head: str) -> bool:
     if name.startswith("visual."):
         return shape.vision is None
     layer = re.match(r"model\.layers\.(\d+)\.", name)
-    if layer and FAMILIES[shape.family].has_mtp_layers:
-        return int(layer[1]) >= shape.num_layers
+    if FAMILIES[shape.family].has_mtp_layers:
+        if name.startswith("mtp."):
+            return True
+        if layer:
+            return int(layer[1]) >= shape.num_layers
     return name.endswith("rotary_emb.inv_freq")

@@ -7,6 +7,7 @@ many rounds of them as the load needs: memory is that of a balanced load whateve
 A visit is one (token, expert) pair; a token has k of them.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models import mixed_precision, quantization
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.layers import MLP, ParamFactory, init_as_peft, swiglu
+from jaxrl_llm.models.layers import DEFAULT_MATMULS, MLP, Linear, ParamFactory, init_as_peft, swiglu
 from jaxrl_llm.models.moe import grouped_matmul
 from jaxrl_llm.models.moe.router import Router, RouterInputs, RouterOutputs
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -94,6 +95,9 @@ class ExpertMLP(nnx.Module):
         self.down = GroupedLinear(build, "down", (num, inner, d), out_of, experts.bias)
         if experts.shared_size:
             self.shared = MLP(build, shape, experts.shared_size)
+        if experts.shared_gate:
+            plain = dataclasses.replace(build, products=DEFAULT_MATMULS)  # never quantized
+            self.shared_gate = Linear(plain, "", d, 1, ("whole", "router"))
         self.experts, self.lora = experts, build.lora
 
     def __call__(
@@ -115,7 +119,9 @@ class ExpertMLP(nnx.Module):
                 mesh_lib.is_in_stages(),
             ),
         )
-        if self.experts.shared_size:
+        if self.experts.shared_gate:
+            y = y + jax.nn.sigmoid(self.shared_gate(x)) * self.shared(x)
+        elif self.experts.shared_size:
             y = y + self.shared(x)
         return y, routed
 

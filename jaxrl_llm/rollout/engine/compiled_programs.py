@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.config.kv_cache_sizing import cache_pages
 from jaxrl_llm.models import lora
+from jaxrl_llm.models.recurrent import checks as recurrent_checks
+from jaxrl_llm.models.recurrent import sequence_memory
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.packing.packed_batch import bucket
 from jaxrl_llm.rollout.engine import (
@@ -20,12 +23,15 @@ from jaxrl_llm.rollout.engine import (
     device_programs,
     host_inputs,
     kv_cache,
+    layer_states,
     masked_decoding,
     prefill,
 )
 from jaxrl_llm.rollout.engine.page_allocator import CacheLayout
 from jaxrl_llm.rollout.engine.sample import Sample
 from jaxrl_llm.sharding import mesh as mesh_lib
+
+logger = logging.getLogger(__name__)
 
 MOVES = 4  # samples moved by one call
 _WINDOW_STEP = 64  # finer windows would save less time than their compilation costs
@@ -53,7 +59,12 @@ class EnginePrograms:
         # waits for programs compiled in the background
         self.wait_compiled: Callable[[], None] = lambda: None
         self.num_routes = network.num_routes if keeps_routes else 0
-        self.prefix_caching = prefix_caching and not self.num_routes
+        has_state = sequence_memory.has_state(network.shape)
+        if has_state and speculation.draft_tokens:
+            raise ValueError(recurrent_checks.SPECULATION_PROBLEM)
+        if has_state and prefix_caching:
+            logger.warning("%s", recurrent_checks.PREFIX_CACHING_NOTE)
+        self.prefix_caching = prefix_caching and not (self.num_routes or has_state)
         self.extend_shapes = host_inputs.chunked_prefill_shapes(num_slots, self.prefix_caching)
         self._replicated = mesh_lib.replicated(mesh)
         with_rules = mesh_lib.axis_rules(mesh_lib.ROLLOUT_ACTIVATIONS[layout])
@@ -89,7 +100,12 @@ class EnginePrograms:
         # Fixed output shardings: the compiler could otherwise shard the new state differently from
         # the old one, and the next call would compile again.
         with jax.set_mesh(mesh):
-            self.state_shardings = jax.tree.map(sharding, jax.eval_shape(empty))
+            self.state_shardings = dataclasses.replace(
+                jax.tree.map(sharding, jax.eval_shape(empty)),
+                layer_states=with_rules(layer_states.state_shardings)(
+                    network.shape, num_slots, mesh
+                ),
+            )
             self.empty = jax.jit(empty, out_shardings=self.state_shardings)
             self.abstract_state = jax.eval_shape(self.empty)
         prefill_program = _network_partial(
@@ -147,11 +163,15 @@ class EnginePrograms:
         keeps_routes: bool,
     ) -> None:
         """The programs of `masked_decoding`; the slots and the buffer keep their shardings."""
-        live = dataclasses.replace(self.state_shardings, cache=device_programs.NO_CACHE)
+        live = self.state_shardings.small
         entries = NamedSharding(self.mesh, split.array_spec)
         positions = NamedSharding(self.mesh, PartitionSpec(split.slot_axes))
         layers = len(self.state_shardings.cache.keys), len(self.state_shardings.cache.values)
-        recent: Any = kv_cache.WriteBuffer(*((entries,) * count for count in layers), positions)  # type: ignore
+        recent: Any = kv_cache.WriteBuffer(
+            *((entries,) * count for count in layers),  # type: ignore[arg-type]
+            positions,  # type: ignore[arg-type]
+            self.state_shardings.layer_states,
+        )
         logits = with_rules(mesh_lib.activation_sharding)(
             (self.num_slots, network.shape.vocab_size), ("batch", "vocab"), self.mesh
         )

@@ -16,7 +16,6 @@ from jaxrl_llm.models.transformer import ROUTE_DTYPE, Network, Params
 from jaxrl_llm.rollout.engine import decode_attention, kv_cache, logit_adjustments, token_sampling
 from jaxrl_llm.rollout.engine.decode_attention import CacheReader
 from jaxrl_llm.rollout.engine.device_programs import (
-    NO_CACHE,
     DecodeState,
     Outputs,
     forward_layers,
@@ -203,15 +202,14 @@ def begin_chunk(
 
     Returns what its steps read, the state of the slots without the cache, and an empty buffer.
     """
-    small = dataclasses.replace(state, cache=NO_CACHE)
-    live = jax.tree.map(lambda a: a[:num_slots], small)
+    live, states = jax.tree.map(lambda a: a[:num_slots], (state.small, state.layer_states))
     cached_ends = live.positions  # one past the last position in the pages
     cache_args = network.shape, state.cache, split, table
     cache_view = decode_attention.make_cache_view(
         *cache_args, jnp.where(live.remaining > 0, cached_ends, 0), window, reader
     )
     recent = kv_cache.empty_write_buffer(
-        network.shape, num_slots, num_tokens, state.cache.keys[0].dtype
+        network.shape, num_slots, num_tokens, state.cache.keys[0].dtype, states
     )
     first_positions = live.positions[:, None]
     angles = network.rotary(first_positions + live.rotary_offsets[:, None] + jnp.arange(num_tokens))
@@ -234,6 +232,7 @@ def forward_step(
     """Feeds every slot its tokens `inputs`; returns logits, the buffer with them, and routes.
 
     Their keys and values are at `start` in the buffer, those of inactive slots without a position.
+    States of active slots are after all inputs: drafts that are rejected cannot be taken back.
     """
     width = inputs.shape[1]
     active = live.remaining > 0
@@ -247,11 +246,21 @@ def forward_step(
     )
     steps = (query_positions - chunk.cached_ends[:, None])[:, :, None, None]
     rotary = jax.tree.map(lambda table: jnp.take_along_axis(table, steps, axis=1), chunk.angles)
-    x, keys, values, routes = forward_layers(
-        network, params, chunk.cache_view, split, recent, start, inputs, rotary, visibility
+    is_token = jnp.broadcast_to(active[:, None], inputs.shape)
+    x, recent, routes = forward_layers(
+        network,
+        params,
+        chunk.cache_view,
+        split,
+        recent,
+        start,
+        inputs,
+        rotary,
+        visibility,
+        is_token,
     )
     logits = network.logits(params, network.norm(params, x))
-    return logits, WriteBuffer(keys, values, positions), routes
+    return logits, dataclasses.replace(recent, positions=positions), routes
 
 
 def _step_positions(
@@ -303,9 +312,12 @@ def end_chunk(
     *,
     split: CacheSharding,
 ) -> DecodeState:
-    """The state after a chunk: recent tokens are in their pages."""
+    """The state after a chunk: recent tokens are in their pages, states are those after them."""
     num_slots = len(live.remaining)
     cache = kv_cache.flush_buffer(state.cache, split, recent, table, by_slot=True)
-    small = dataclasses.replace(state, cache=NO_CACHE)
-    small = jax.tree.map(lambda whole, part: whole.at[:num_slots].set(part), small, live)
-    return dataclasses.replace(small, cache=cache)
+    small, states = jax.tree.map(
+        lambda whole, part: whole.at[:num_slots].set(part),
+        (state.small, state.layer_states),
+        (live, recent.states),
+    )
+    return dataclasses.replace(small, cache=cache, layer_states=states)

@@ -14,8 +14,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.attention_modules import AttentionInputs
 from jaxrl_llm.models.image_inputs import ImageInputs
+from jaxrl_llm.models.recurrent.gated_delta_net import GatedDeltaInputs, LayerState
 from jaxrl_llm.models.transformer import ROUTE_DTYPE, Network, Params
-from jaxrl_llm.rollout.engine import decode_attention, kv_cache, logit_adjustments, token_sampling
+from jaxrl_llm.rollout.engine import (
+    decode_attention,
+    kv_cache,
+    layer_states,
+    logit_adjustments,
+    token_sampling,
+)
 from jaxrl_llm.rollout.engine.decode_attention import CacheReader
 from jaxrl_llm.rollout.engine.kv_cache import (
     NO_POSITION,
@@ -26,6 +33,7 @@ from jaxrl_llm.rollout.engine.kv_cache import (
     PagedView,
     WriteBuffer,
 )
+from jaxrl_llm.rollout.engine.layer_states import LayerStates
 from jaxrl_llm.rollout.engine.logit_adjustments import LogitAdjustments
 from jaxrl_llm.rollout.engine.prefill import Prefix
 from jaxrl_llm.rollout.engine.requests import NUM_STOP_TOKENS
@@ -48,6 +56,12 @@ class DecodeState:
     stop_tokens: Int[Array, "S stops"]  # tokens that end the sample; -1 is none
     history: Int[Array, "S T"]  # all tokens by position, for speculation; T is 0 without
     sampler: SamplerState
+    layer_states: LayerStates = ()  # after the tokens before the last one
+
+    @property
+    def small(self) -> "DecodeState":
+        """The state of the slots without what layers keep of their sequences."""
+        return dataclasses.replace(self, cache=NO_CACHE, layer_states=())
 
 
 @jax.tree_util.register_dataclass
@@ -135,6 +149,7 @@ def empty_state(
         stop_tokens=jnp.full((num_slots, NUM_STOP_TOKENS), -1, jnp.int32),
         history=jnp.zeros((num_slots, history_tokens), jnp.int32),
         sampler=SamplerState(keys, ones, zeros, ones, jnp.zeros_like(ones), zeros),
+        layer_states=layer_states.empty_states(network, num_slots),
     )
 
 
@@ -165,7 +180,13 @@ def insert(
     cache = kv_cache.write_prompt_pages(
         state.cache, split, writes.page_ids, starts, prefix.keys, prefix.values
     )
-    return dataclasses.replace(state, cache=cache, history=history), outputs
+    # A row of a prefix holds one prompt where layers have states.
+    rows = prefix.starts[a.prompt_indices] // prefix.width
+    states = layer_states.write_slots(
+        state.layer_states, a.slots, jax.tree.map(lambda array: array[rows], prefix.states)
+    )
+    state = dataclasses.replace(state, cache=cache, history=history, layer_states=states)
+    return state, outputs
 
 
 def _enter(
@@ -244,7 +265,12 @@ def extend(
         :, None
     ]
     positions = jnp.where(is_token, query_positions, NO_POSITION)
-    recent = kv_cache.empty_write_buffer(network.shape, count, width, state.cache.keys[0].dtype)
+    states = layer_states.read_slots(
+        state.layer_states, admission.slots, continuation.cached_lengths == 0
+    )
+    recent = kv_cache.empty_write_buffer(
+        network.shape, count, width, state.cache.keys[0].dtype, states
+    )
     copies_cache = reader != "own"
     cache_view: ContiguousView | PagedView = PagedView(state.cache, continuation.table, {}, reader)
     if copies_cache:
@@ -260,7 +286,7 @@ def extend(
     )
     offsets = admission.rotary_offsets[:, None]
     rotary = network.rotary(query_positions + offsets if sights is None else sights.positions)
-    x, keys, values, routes = forward_layers(
+    x, recent, routes = forward_layers(
         network,
         params,
         cache_view,
@@ -270,8 +296,10 @@ def extend(
         continuation.tokens,
         rotary,
         visibility,
+        is_token,
         sights,
     )
+    recent = dataclasses.replace(recent, positions=positions)
     last_hidden = jnp.take_along_axis(x, (continuation.lengths - 1)[:, None, None], axis=1)
     logits = network.logits(params, network.norm(params, last_hidden))[:, 0]
     lengths = continuation.cached_lengths + continuation.lengths
@@ -284,9 +312,9 @@ def extend(
     # Writing the donated cache before all layers have read it would copy it. The page table gets a
     # fake dependency on the output (+ 0), so that the write comes last.
     table = continuation.table + (x[0, 0, 0] > jnp.inf)
-    recent = WriteBuffer(keys, values, positions)
     cache = kv_cache.flush_buffer(state.cache, split, recent, table, by_slot=False)
-    state = dataclasses.replace(state, cache=cache, history=history)
+    states = layer_states.write_slots(state.layer_states, admission.slots, recent.states)
+    state = dataclasses.replace(state, cache=cache, history=history, layer_states=states)
     return state, outputs, routes[..., : network.num_routes if keeps_routes else 0]
 
 
@@ -296,9 +324,9 @@ def move(state: DecodeState, sources: Int[Array, " n"], targets: Int[Array, " n"
     slots = state.remaining.shape[0]
     vacated = jnp.where(targets < slots, sources, slots)
     remaining = put(state.remaining.at[vacated].set(0, mode="drop"), state.remaining[sources])
-    small = dataclasses.replace(state, cache=NO_CACHE)
-    small = jax.tree.map(lambda a: put(a, a[sources]), small)
-    return dataclasses.replace(small, cache=state.cache, remaining=remaining)
+    moved = dataclasses.replace(state, cache=NO_CACHE)
+    moved = jax.tree.map(lambda a: put(a, a[sources]), moved)
+    return dataclasses.replace(moved, cache=state.cache, remaining=remaining)
 
 
 def release(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:
@@ -311,25 +339,44 @@ def is_stop(tokens: Int[Array, " S"], stops: Int[Array, "S stops"]) -> Bool[Arra
 
 
 def forward_layers(
-    network, params, cache_view, split, recent, start, inputs, rotary, visibility, sights=None
-):
-    """Last hidden states [S, Q, D], recent keys and values with this step's, and routes."""
-    x = network.embed(params, inputs, sights)
-    cached, chosen_experts = [], []
-    for i, (layer, kind) in enumerate(
-        zip(params["layers"], network.shape.layer_types, strict=True)
-    ):
+    network: Network,
+    params: Params,
+    cache_view: ContiguousView | PagedView,
+    split: CacheSharding,
+    recent: WriteBuffer,
+    start: Int[Array, ""],
+    inputs: Int[Array, "S Q"],
+    rotary: Any,
+    visibility: decode_attention.Visibility,
+    is_token: Bool[Array, "S Q"],
+    sights: ImageInputs | None = None,
+) -> tuple[Float[Array, "S Q D"], WriteBuffer, Int[Array, "S Q routes"]]:
+    """Last hidden states, the buffer with keys, values and states of these tokens, and routes.
 
-        def attend(a: AttentionInputs, i=i):
-            layer_recent = kv_cache.append_to_buffer(recent, i, start, a.cache_entries)
+    States do not change where `is_token` is false.
+    """
+    x = network.embed(params, inputs, sights)
+    paged: list[tuple[Array, ...]] = []
+    states: list[LayerState] = []
+    chosen_experts = []
+    for layer, kind in zip(params["layers"], network.shape.layer_types, strict=True):
+
+        def attend(a: AttentionInputs | GatedDeltaInputs):
+            if isinstance(a, GatedDeltaInputs):
+                return a.after_state(recent.states[len(states)], is_token)
+            layer_recent = kv_cache.append_to_buffer(recent, len(paged), start, a.cache_entries)
             return decode_attention.cached_attention(
-                network, cache_view, split, i, a, layer_recent, visibility
+                network, cache_view, split, len(paged), a, layer_recent, visibility
             ), layer_recent
 
-        x, layer_recent, routed = network.block(layer, x, rotary, attend, kind, compressed=True)
-        cached.append(layer_recent)
+        x, kept, routed = network.block(layer, x, rotary, attend, kind, compressed=True)
+        (paged if kind.mixer == "attention" else states).append(kept)
         chosen_experts += [routed.chosen] if routed else []
-    keys, *values = zip(*cached, strict=True)
+    keys, *values = zip(*paged, strict=True)
     no_routes = jnp.zeros((*inputs.shape, 0), ROUTE_DTYPE)
     routes = network.flatten_routes(jnp.stack(chosen_experts)) if chosen_experts else no_routes
-    return x, keys, values[0] if values else (), routes
+    return (
+        x,
+        WriteBuffer(keys, values[0] if values else (), recent.positions, tuple(states)),
+        routes,
+    )

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.config.rollout_data import NO_SPECULATION
+from jaxrl_llm.models.recurrent import sequence_memory
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.packing.packed_batch import bucket
 from jaxrl_llm.rollout.engine import aot_programs, device_programs, host_inputs
@@ -82,7 +83,10 @@ class Engine:
             that fit them, and each new shape is another program.
           prefix_caching: Whether prompts read the keys and values of what they have in common with
             earlier requests of the same weights. No effect with `keeps_routes`: the experts of a
-            prompt are known only where it is computed.
+            prompt are known only where it is computed; nor with layers that keep a state, which is
+            not that of a prefix.
+
+        Raises ValueError on speculation with layers that keep a state.
         """
         network = dataclasses.replace(network, shape=network.shape.for_length(max_tokens))
         self.network, self.mesh, self.layout = network, mesh, layout
@@ -119,7 +123,10 @@ class Engine:
         """Drops all requests and frees the KV cache; keeps compiled programs."""
         self.statistics = EngineStatistics()  # `generate` resets when it begins
         self._pages = PageAllocator(self.programs.pages, prefix_caching=self.prefix_caching)
-        self._scheduler = Scheduler(self._decode, self._pages, self._chunk_tokens)
+        has_state = sequence_memory.has_state(self.network.shape)
+        self._scheduler = Scheduler(
+            self._decode, self._pages, self._chunk_tokens, pages_resume=not has_state
+        )
         num_routes = self.programs.num_routes
         self._reader = PrefillBatcher(
             self.programs.prefill_prompts,
@@ -127,6 +134,7 @@ class Engine:
             self.statistics,
             num_routes,
             self.prompt_shapes,
+            shares_rows=not has_state,
         )
         self._state: device_programs.DecodeState | None = None
         self._chunk: _Chunk | None = None  # in flight on the device
@@ -399,7 +407,7 @@ class Engine:
     def _apply_moves(self) -> int:
         """Applies the scheduler's moves on the device; returns the number of slots to decode."""
         # Fewer active samples move together at the front, where a smaller program decodes them.
-        num_slots = min(n for n in self.programs.slot_counts if n >= self.num_active)
+        num_slots = min(n for n in self.programs.slot_counts if self._scheduler.fits_below(n))
         moves = self._scheduler.compact(num_slots)
         for i in range(0, len(moves), MOVES):
             pairs = np.full((MOVES, 2), self.num_slots, np.int32)
@@ -462,6 +470,8 @@ class Engine:
             self._state, table, num_slots=num_slots, window=window
         )
 
+        live_states = bool(self._state.layer_states)
+
         def forward(recent: Any, number: int) -> Any:
             cache = self._state.cache  # type: ignore[union-attr]
             return programs.forward_masked(
@@ -478,7 +488,10 @@ class Engine:
             if number < self.chunk_steps:
                 recent, logits, routes = forward(recent, number)
             self._read_chunk(_Chunk(outputs, version, num_slots, queue_waits, step_tokens=1))
-            if num_slots - self.num_active >= free_target:
+            # The forward pass after this sample has already advanced the states of active slots:
+            # with states, the chunk goes on to its end, where there is none, or no slot is active.
+            enough = num_slots - self.num_active >= free_target
+            if not self.num_active or (enough and not live_states):
                 break
         self._state = programs.end_masked(self._state, live, recent, table)
 

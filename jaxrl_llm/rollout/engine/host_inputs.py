@@ -41,18 +41,22 @@ def prefill_shapes(num_prompts: int, longest: int, max_tokens: int) -> tuple[Row
 
 
 def num_prompts_in_batch(
-    lengths: Sequence[int], max_tokens: int, shapes: Sequence[RowShape] = ()
+    lengths: Sequence[int],
+    max_tokens: int,
+    shapes: Sequence[RowShape] = (),
+    *,
+    shares_rows: bool = True,
 ) -> int:
     """How many of the first prompts of these lengths fit in one prefill; at least 1.
 
-    `shapes` as in `prompt_rows`.
+    `shapes` and `shares_rows` as in `prompt_rows`.
     """
 
     def too_many(count: int) -> bool:
         max_rows, width = _shape(count, max(lengths[:count]), max_tokens, shapes)
         return (
             count > max_rows * _prompts_per_row(width)
-            or len(_packed_rows(lengths[:count], width)) > max_rows
+            or len(_packed_rows(lengths[:count], width, shares_rows)) > max_rows
         )
 
     return 1 + bisect.bisect_left(range(2, len(lengths) + 1), True, key=too_many)
@@ -65,8 +69,12 @@ def prompt_rows(
     routes: Sequence[np.ndarray | None] = (),
     num_routes: int = 0,
     sights: Sequence[ImageInputs | None] = (),
+    *,
+    shares_rows: bool = True,
 ) -> Prompts:
     """Packs prompts into rows as wide as the longest needs; short prompts share a row.
+
+    With `shares_rows` false, as layers with a state need it, every prompt has its own row.
 
     Rows and widths come in few sizes, up to `max_tokens` wide: the first of `shapes` that is wide
     enough, if there is one. `routes` are expert choices to replay, `num_routes` per token; `sights`
@@ -74,7 +82,7 @@ def prompt_rows(
     """
     lengths = [len(prompt) for prompt in prompts]
     _, width = _shape(0, max(lengths), max_tokens, shapes)
-    rows = _packed_rows(lengths, width)
+    rows = _packed_rows(lengths, width, shares_rows)
     needed = max(len(rows), -(-len(prompts) // _prompts_per_row(width)))
     num_rows, _ = _shape(needed, max(lengths), max_tokens, shapes)
     sizes = {image_inputs.features.shape[1] for image_inputs in sights if image_inputs is not None}
@@ -264,10 +272,10 @@ def page_writes(
     return PageWrites(*columns)
 
 
-def _packed_rows(lengths: Sequence[int], width: int) -> list[list[int]]:
-    return (
-        pack(lengths, width) if _prompts_per_row(width) > 1 else [[i] for i in range(len(lengths))]
-    )
+def _packed_rows(lengths: Sequence[int], width: int, shares_rows: bool) -> list[list[int]]:
+    if shares_rows and _prompts_per_row(width) > 1:
+        return pack(lengths, width)
+    return [[i] for i in range(len(lengths))]
 
 
 def _prompts_per_row(width: int) -> int:

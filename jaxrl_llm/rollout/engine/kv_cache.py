@@ -22,7 +22,9 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.config.kv_cache_sizing import SequenceLengths, choose_slots
 from jaxrl_llm.models import quantization
 from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.recurrent.sequence_memory import paged_layers
 from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.rollout.engine.layer_states import LayerStates, state_bytes
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 KV_AXES = ("batch", "kv_heads", None, None)  # logical axes of keys and values
@@ -33,7 +35,7 @@ NO_POSITION = np.iinfo(np.int32).max  # position of an empty entry: past every q
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values of all pages, one array per layer.
+    """Keys and values of all pages, one array for each layer that keeps them.
 
     The position is the last dim of keys, so that a matmul reads them contiguously. Latent
     attention caches one head of keys and no values, see `Architecture.kv_cache_sizes`. Pages are
@@ -76,11 +78,15 @@ class PagedView:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WriteBuffer:
-    """Keys and values of each slot's tokens that have not been flushed to the pages yet."""
+    """Memory of each slot's tokens of a chunk of decode steps that is not in `DecodeState` yet.
 
-    keys: tuple[Float[Array, "S K H recent"], ...]  # one per layer
+    Keys and values are flushed to the pages when the chunk ends; states replace those of the slots.
+    """
+
+    keys: tuple[Float[Array, "S K H recent"], ...]  # one for each layer with pages
     values: tuple[Float[Array, "S K recent value"], ...]
     positions: Int[Array, "S recent"]  # `NO_POSITION`: empty, or an inactive slot's token
+    states: LayerStates = ()  # after the last token of each slot
 
 
 class CacheSharding(NamedTuple):
@@ -110,7 +116,7 @@ def empty_cache(
 ) -> Cache:
     """A cache of zeros."""
     heads, key_size, value_size = shape.kv_cache_sizes
-    layers, leading_dims = range(shape.num_layers), (num_pages, heads)
+    layers, leading_dims = paged_layers(shape), (num_pages, heads)
     value_dims = (value_size, page_tokens) if transposed_values else (page_tokens, value_size)
     return Cache(
         tuple(jnp.zeros((*leading_dims, key_size, page_tokens), dtype) for _ in layers),
@@ -119,18 +125,21 @@ def empty_cache(
     )
 
 
-def empty_write_buffer(shape: Architecture, num_slots: int, num_tokens: int, dtype) -> WriteBuffer:
-    """An empty buffer for `num_tokens` recent tokens per slot."""
+def empty_write_buffer(
+    shape: Architecture, num_slots: int, num_tokens: int, dtype, states: LayerStates = ()
+) -> WriteBuffer:
+    """An empty buffer for `num_tokens` recent tokens per slot, whose states are `states`."""
     heads, key_size, value_size = shape.kv_cache_sizes
 
     def zeros(*dims: int) -> Array:
         return mesh_lib.constrain(jnp.zeros((num_slots, heads, *dims), dtype), *KV_AXES)
 
-    layers = range(shape.num_layers)
+    layers = paged_layers(shape)
     return WriteBuffer(
         tuple(zeros(key_size, num_tokens) for _ in layers),
         tuple(zeros(num_tokens, value_size) for _ in layers) if value_size else (),
         jnp.full((num_slots, num_tokens), NO_POSITION, jnp.int32),
+        states,
     )
 
 
@@ -250,7 +259,10 @@ def append_to_buffer(
     start: Int[Array, ""],
     cached: tuple[Float[Array, "S Q K _"], ...],
 ) -> tuple[Float[Array, "S K _ _"], ...]:
-    """A layer's recent keys, and values if cached, with those of Q tokens written at `start`."""
+    """A layer's recent keys, and values if cached, with those of Q tokens written at `start`.
+
+    `layer` counts the layers with pages.
+    """
     orders = (0, 2, 3, 1), (0, 2, 1, 3)
     buffers = recent.keys[layer], *recent.values[layer : layer + 1]
     return tuple(
@@ -328,6 +340,7 @@ def flush_buffer(
     rows, arrays = PartitionSpec(slots), PartitionSpec(slots, split.head_axes)
     in_specs = split.array_spec, WriteBuffer(arrays, arrays, rows), rows  # type: ignore[arg-type]
     writer = write_pages if cache.transposed_values else write
+    recent = dataclasses.replace(recent, states=())
     return map_over_shards(writer, in_specs, split.array_spec)(cache, recent, table)
 
 
@@ -396,11 +409,12 @@ def fitting_cache_size(
 
 
 def cache_bytes(network: Network, mesh: Mesh, num_tokens: int, num_slots: int) -> int:
-    """Bytes per device of the keys and values of `num_tokens` tokens over all slots."""
+    """Bytes per device that layers keep of `num_tokens` tokens over all slots: pages and states."""
     heads, key_size, value_size = network.shape.kv_cache_sizes
     token_dims = (num_slots, heads, key_size + value_size)
     layer_bytes = _bytes(mesh, token_dims, KV_AXES[:3], network.cached_dtype)
-    return network.shape.num_layers * layer_bytes * num_tokens // num_slots
+    pages = len(paged_layers(network.shape)) * layer_bytes * num_tokens // num_slots
+    return pages + state_bytes(network, mesh, num_slots)
 
 
 def logits_bytes(network: Network, mesh: Mesh, rows: int) -> int:

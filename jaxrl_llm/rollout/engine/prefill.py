@@ -20,7 +20,11 @@ from jaxrl_llm.models.attention_modules import AttentionInputs
 from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.models.moe.router import RouterInputs
 from jaxrl_llm.models.packed_inputs import routes_by_layer
+from jaxrl_llm.models.recurrent.gated_delta_net import GatedDeltaInputs, LayerState
+from jaxrl_llm.models.recurrent.sequence_memory import paged_layers
 from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.rollout.engine import layer_states
+from jaxrl_llm.rollout.engine.layer_states import LayerStates
 from jaxrl_llm.rollout.engine.requests import PromptLogProbs
 from jaxrl_llm.sharding.mesh import constrain
 
@@ -45,13 +49,13 @@ class Prompts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """KV cache and first logits of P prefilled prompts.
+    """Memory of layers and first logits of P prefilled prompts.
 
     "tokens" are those of all rows, concatenated. Where prompts share rows an empty row follows, so
     that a slice of a row's width can be taken wherever a prompt begins.
     """
 
-    keys: tuple[Float[Array, "K tokens H"], ...]  # one per layer
+    keys: tuple[Float[Array, "K tokens H"], ...]  # one for each layer with pages
     values: tuple[Float[Array, "K tokens value"], ...]  # (): part of the keys (MLA)
     tokens: Int[Array, " tokens"]
     routes: Int[Array, "tokens routes"]  # visited experts; [tokens, 0] if not kept
@@ -60,6 +64,7 @@ class Prefix:
     lengths: Int[Array, " P"]
     width: int = dataclasses.field(metadata={"static": True})  # of a row; any prompt fits into one
     prompt_log_probs: PromptLogProbs | None = None  # of all rows; None: not computed
+    states: LayerStates = ()  # after the last token of each row, which then holds one prompt
 
 
 def prefill(
@@ -71,6 +76,8 @@ def prefill(
     num_prompt_top: int | None = None,
 ) -> Prefix:
     """Prefills prompts. No token attends to another prompt or to padding.
+
+    If layers have states, each row holds one prompt (`host_inputs.prompt_rows`).
 
     Static arguments:
       piece_tokens: Rows that are wider hold one prompt each and are processed in chunks of this
@@ -86,8 +93,11 @@ def prefill(
     if num_prompt_top is not None:
         num_prompt_top = min(num_prompt_top, network.shape.vocab_size)
     if width <= piece_tokens:
+        empty = layer_states.empty_states(network, rows)
 
-        def attend(a: AttentionInputs):
+        def attend(a: AttentionInputs | GatedDeltaInputs):
+            if isinstance(a, GatedDeltaInputs):
+                return a.after_state(empty[len(states)], prompts.segment_ids != 0)
             assert a.v is not None
             ids = chunked_segment_ids(a.chunk, prompts.segment_ids, prompts.positions)
             options: Any = {"window": a.window, "scoring": a.scoring}
@@ -98,13 +108,15 @@ def prefill(
         x = network.embed(params, prompts.tokens, sights)
         rotary = network.rotary(prompts.positions if sights is None else sights.positions)
         routing = _routing(network, routes)
-        caches, visited = [], []
+        caches: list[Any] = []
+        states: list[LayerState] = []
+        visited = []
         for number, layer in enumerate(params["layers"]):
             kind = network.shape.layer_types[number]
-            x, entries, routed = network.block(
+            x, kept, routed = network.block(
                 layer, x, rotary, attend, kind, routing=routing.get(number)
             )
-            caches.append(entries)
+            (caches if kind.mixer == "attention" else states).append(kept)
             visited += [routed.chosen] if routed and routes.shape[-1] else []
         if visited:
             routes = network.flatten_routes(jnp.stack(visited))
@@ -114,7 +126,7 @@ def prefill(
             prompt_log_probs = _next_token_log_probs(network, params, x, following, num_prompt_top)
     else:
         assert not shared, "a row that is read in pieces holds one prompt"
-        caches, last, routes, prompt_log_probs = _chunked_prefill(
+        caches, states, last, routes, prompt_log_probs = _chunked_prefill(
             network, params, prompts, piece_tokens, num_prompt_top
         )
     logits = network.logits(params, network.norm(params, last))[:, 0]
@@ -138,6 +150,7 @@ def prefill(
         lengths=prompts.lengths,
         width=width,
         prompt_log_probs=prompt_log_probs and _at_own_tokens(prompt_log_probs, width),
+        states=jax.tree.map(lambda a: constrain(a, *[None] * a.ndim), tuple(states)),
     )
 
 
@@ -202,8 +215,8 @@ def _routing(network: Network, routes: Int[Array, "R T routes"]) -> dict[int, Ro
 
 
 def _chunked_prefill(network, params, prompts, size, num_prompt_top):
-    """Chunked prefill: cache [P, T, K, _] of each layer, last hidden states [P, 1, D], routes, and
-    log-probs of the tokens that follow.
+    """Chunked prefill: cache [P, T, K, _] and state of each layer, last hidden states [P, 1, D],
+    routes, and log-probs of the tokens that follow.
     """
     rows, width = prompts.tokens.shape
     count = -(-width // size)
@@ -229,7 +242,7 @@ def _chunked_prefill(network, params, prompts, size, num_prompt_top):
         log_probs = PromptLogProbs(zeros, zeros.astype(jnp.int32), tops.astype(jnp.int32), tops)
 
     def process_chunk(i, carry):
-        caches, last, routes, log_probs = carry
+        caches, states, last, routes, log_probs = carry
         start = i * size
         positions = jnp.broadcast_to(start + jnp.arange(size), (rows, size))
         # distance of each key from each query
@@ -244,11 +257,17 @@ def _chunked_prefill(network, params, prompts, size, num_prompt_top):
         x = network.embed(params, chunk_of(tokens), chunk_images)
         rotary = network.rotary(positions if chunk_images is None else chunk_images.positions)
         routing = _routing(network, lax.dynamic_slice_in_dim(all_routes, start, size, 1))
-        new_caches, visited = [], []
-        for number, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+        is_token = positions < prompts.lengths[:rows, None]
+        new_caches: list[Any] = []
+        new_states: list[LayerState] = []
+        visited = []
+        for number, layer in enumerate(params["layers"]):
             kind = shape.layer_types[number]
 
-            def attend(a: AttentionInputs, cache=cache):
+            def attend(a: AttentionInputs | GatedDeltaInputs):
+                if isinstance(a, GatedDeltaInputs):
+                    return a.after_state(states[len(new_states)], is_token)
+                cache = caches[len(new_caches)]
                 updated = tuple(
                     lax.dynamic_update_slice_in_dim(old, entry.astype(old.dtype), start, 1)
                     for old, entry in zip(cache, a.cache_entries, strict=True)
@@ -268,10 +287,10 @@ def _chunked_prefill(network, params, prompts, size, num_prompt_top):
                     mask = top_visible_keys(scores, mask[:, 0], a.top_keys)[:, None]
                 return masked_attention(a.q, keys, values, mask, a.scoring, kernel), updated
 
-            x, cache, routed = network.block(
+            x, kept, routed = network.block(
                 layer, x, rotary, attend, kind, compressed=True, routing=routing.get(number)
             )
-            new_caches.append(cache)
+            (new_caches if kind.mixer == "attention" else new_states).append(kept)
             visited += [routed.chosen] if routing and routed else []
         if visited:
             chunk_routes = network.flatten_routes(jnp.stack(visited))
@@ -289,9 +308,9 @@ def _chunked_prefill(network, params, prompts, size, num_prompt_top):
                 log_probs,
                 chunk_log_probs,
             )
-        return new_caches, last, routes, log_probs
+        return new_caches, tuple(new_states), last, routes, log_probs
 
-    caches = [empty_cache for _ in params["layers"]]
-    carry = caches, last, all_routes, log_probs
-    caches, last, routes, log_probs = lax.fori_loop(0, count, process_chunk, carry)
-    return caches, last, routes[:, :width], log_probs
+    caches = [empty_cache for _ in paged_layers(shape)]
+    carry = caches, layer_states.empty_states(network, rows), last, all_routes, log_probs
+    caches, states, last, routes, log_probs = lax.fori_loop(0, count, process_chunk, carry)
+    return caches, states, last, routes[:, :width], log_probs

@@ -25,14 +25,15 @@ class PrefillBatcher:
         statistics: requests.EngineStatistics,
         num_routes: int = 0,
         shapes: Sequence[host_inputs.RowShape] = (),
+        shares_rows: bool = True,
     ):
         """`prefill` takes parameters, prompts, and the number of the adapter of each prompt.
 
-        `shapes` as in `host_inputs.prompt_rows`.
+        `shapes` and `shares_rows` as in `host_inputs.prompt_rows`.
         """
         self._prefill, self._max_tokens, self._statistics = prefill, max_tokens, statistics
         self._num_routes = num_routes  # per token
-        self._shapes = shapes
+        self._shapes, self._shares_rows = shapes, shares_rows
         self._routes: list[np.ndarray] = []  # of the prompts in the batch
         self._log_probs: list[requests.PromptLogProbs] = []  # of the prompts; empty: not computed
         self._indices: dict[int, int] = {}  # request -> index of its prompt in the batch
@@ -64,7 +65,10 @@ class PrefillBatcher:
                 numbers = scheduler.requests_to_prefill(entering)[:max_prompts]
                 prompts = [scheduler.requests[number][0].prompt for number in numbers]
                 count = host_inputs.num_prompts_in_batch(
-                    [*map(len, prompts)], self._max_tokens, self._shapes
+                    [*map(len, prompts)],
+                    self._max_tokens,
+                    self._shapes,
+                    shares_rows=self._shares_rows,
                 )
                 routes = [scheduler.requests[number][0].routes for number in numbers[:count]]
                 sights = [scheduler.requests[number][0].sights for number in numbers[:count]]
@@ -75,6 +79,7 @@ class PrefillBatcher:
                     routes,
                     self._num_routes,
                     sights,
+                    shares_rows=self._shares_rows,
                 )
                 self._indices = {number: i for i, number in enumerate(numbers[:count])}
                 starts = batch.starts[:count].tolist()

@@ -24,6 +24,7 @@ class RetainedPages(NamedTuple):
     pages: list[int]
     tokens: tuple[int, ...]
     weights_epoch: int = 0  # as of the sample
+    slot: int = -1  # reserved for the states of its layers; -1: none is needed
 
     def shared_prefix_length(self, prompt: Sequence[int]) -> int:
         """Length of the prompt prefix that is in the cache, less than the prompt's own length."""
@@ -47,14 +48,29 @@ class Scheduler:
     A sample holds pages for its tokens and those of its next chunk. If pages run out, cached ones
     that no sample holds are evicted, then those retained from finished samples; then the last
     sample to arrive is preempted, and its tokens are recomputed when it enters again.
+
+    If layers keep a state, the pages of a sequence do not suffice to go on with it. Then a finished
+    sample whose pages are retained keeps its slot too, where its state is, until another sample
+    needs the slot; and what is preempted or evicted is read again from its first token.
     """
 
-    def __init__(self, decode: Decode, pages: PageAllocator, chunk_tokens: int):
+    def __init__(
+        self,
+        decode: Decode,
+        pages: PageAllocator,
+        chunk_tokens: int,
+        *,
+        pages_resume: bool = True,
+    ):
         """
         Args:
           decode: Detokenizes; called only for samples with stop strings.
           chunk_tokens: Most tokens per sample and chunk of steps.
+          pages_resume: Whether a sequence can go on from the pages of its tokens alone; it cannot
+            if layers keep a state.
         """
+        self._pages_resume = pages_resume
+        self._parked: dict[int, tuple[int, int]] = {}  # reserved slot -> key of `_retained`
         self._decode, self._pages, self._chunk_tokens = decode, pages, chunk_tokens
         self._num_slots = pages.layout.num_slots
         self._request_ids = itertools.count()
@@ -131,6 +147,7 @@ class Scheduler:
         """Frees the KV-cache pages retained for a request that would continue a sample."""
         if retained := self._retained.pop((number, index), None):
             self._pages.free(retained.pages)
+            self._parked.pop(retained.slot, None)
         self._evicted_tokens.pop((number, index), None)
 
     def requests_to_prefill(self, entering: Sequence[Sample]) -> list[int]:
@@ -183,9 +200,10 @@ class Scheduler:
             return []
         entered: list[Sample] = []
         deferred: list[Sample] = []
-        # By shard, the lowest last.
+        # By shard, the lowest last, reserved ones first.
         free_slots: dict[int, list[int]] = collections.defaultdict(list)
-        for slot in reversed(range(self._num_slots)):
+        by_use = sorted(range(self._num_slots), key=lambda slot: (slot in self._parked, slot))
+        for slot in reversed(by_use):
             if slot not in self.active:
                 free_slots[self._pages.layout.shard_of_slot(slot)].append(slot)
         while self.waiting and free_slots:
@@ -201,7 +219,7 @@ class Scheduler:
             if not self._allocate(sample, shard, cached):
                 self.waiting.appendleft(sample)
                 break  # out of pages: later arrivals wait too
-            sample.slot = free_slots[shard].pop()
+            sample.slot = self._take_slot(sample, free_slots[shard])
             if not free_slots[shard]:
                 del free_slots[shard]
             self._stale.discard(sample.slot)
@@ -209,6 +227,28 @@ class Scheduler:
             entered.append(sample)
         self.waiting.extendleft(reversed(deferred))
         return entered
+
+    def _take_slot(self, sample: Sample, free_slots: list[int]) -> int:
+        """Removes and returns the slot for a sample: that of the state it continues, or the last.
+
+        A slot that was reserved for another sequence ends what is retained of that.
+        """
+        own = next((s for s, k in self._parked.items() if k == sample.continued_sample), -1)
+        self._parked.pop(own, None)
+        if own in free_slots and sample.num_cached_tokens:
+            free_slots.remove(own)
+            return own
+        slot = free_slots.pop()
+        if key := self._parked.get(slot):
+            self._evict(key)
+        return slot
+
+    def _evict(self, key: tuple[int, int] | None) -> None:
+        """Frees what is retained of a finished sample: the request that continues it recomputes."""
+        retained = self._retained.pop(key)
+        self._parked.pop(retained.slot, None)
+        self._evicted_tokens[key] = len(retained.tokens)
+        self._pages.free(retained.pages)
 
     def _shard_for(self, sample: Sample, free_shards: Iterable[int]) -> int:
         """The shard for a sample: that of the pages it continues, even if full; else a free one."""
@@ -233,6 +273,8 @@ class Scheduler:
             return CachedPrefix()
         size, is_new = self._pages.layout.page_tokens, not sample.completion.tokens
         pages = self._cached(shard, sample)
+        if not is_new and not self._pages_resume:
+            return CachedPrefix()
         if is_new and not self._pages.prefix_caching:
             return CachedPrefix(pages)
         # At least one token is computed: the next one is sampled from its logits.
@@ -275,6 +317,8 @@ class Scheduler:
                 shared -= shared % size
             elif shared % size:
                 pages.unregister(retained.pages[shared // size])
+            if not self._pages_resume and shared < len(retained.tokens):
+                shared = 0  # the state is that after all of them
             reused = retained.pages[: layout.num_pages_for(shared)]
             pages.free(retained.pages[len(reused) :])
         else:
@@ -355,10 +399,7 @@ class Scheduler:
             if not keys:
                 return False
             awaited = {sample.continued_sample for sample in self.waiting}
-            evicted = next((key for key in keys if key not in awaited), keys[0])
-            retained = self._retained.pop(evicted)
-            self._evicted_tokens[evicted] = len(retained.tokens)
-            self._pages.free(retained.pages)
+            self._evict(next((key for key in keys if key not in awaited), keys[0]))
         return True
 
     def reserve(self, num_tokens: int, *, preempt: bool) -> bool:
@@ -423,10 +464,15 @@ class Scheduler:
             if sample is not None and not sample.error:
                 self._record_outputs(sample, sampled, column, version)
 
+    def fits_below(self, num_slots: int) -> bool:
+        """Whether slots below this one hold all active samples beside the reserved slots there."""
+        return len(self.active) + sum(slot < num_slots for slot in self._parked) <= num_slots
+
     def compact(self, num_slots: int) -> list[tuple[int, int]]:
         """Moves every active sample below slot `num_slots`; returns the moves (from, to)."""
         sources = sorted(slot for slot in self.active if slot >= num_slots)
-        free = [slot for slot in range(num_slots) if slot not in self.active]
+        taken = self.active.keys() | self._parked.keys()
+        free = [slot for slot in range(num_slots) if slot not in taken]
         moves = list(zip(sources, free, strict=False))
         for source, target in moves:
             self.active[target] = self.active.pop(source)
@@ -472,7 +518,8 @@ class Scheduler:
             if not ended:
                 self._stale.add(sample.slot)
             if sample.retains_pages and c.finish_reason != "error":
-                self._retain(sample)
+                # After what a host ends, the device has gone on: its state is not that of the end.
+                self._retain(sample, has_state=ended and len(c.tokens) == num_before + count)
             self._free_pages(sample)
         return count
 
@@ -484,13 +531,24 @@ class Scheduler:
         self._stale.add(sample.slot)
         self._free_pages(sample)
 
-    def _retain(self, sample: Sample) -> None:
-        """Keeps the pages of a finished sample for a request that continues it."""
+    def _retain(self, sample: Sample, *, has_state: bool) -> None:
+        """Keeps the pages of a finished sample for a request that continues it.
+
+        `has_state`: whether its slot's state is that after all its tokens but the last one.
+        """
+        key, slot = (sample.request, sample.index), -1
+        if not self._pages_resume:
+            if not has_state:
+                self._evicted_tokens[key] = sample.num_tokens - 1
+                return
+            slot = sample.slot
+            self._parked[slot] = key
         # The last token is not in the cache.
         tokens, layout = sample.tokens[:-1], self._pages.layout
         count, shard = layout.num_pages_for(len(tokens)), layout.shard_of_slot(sample.slot)
-        retained = RetainedPages(shard, sample.pages[:count], tokens, sample.weights_epoch)
-        self._retained[sample.request, sample.index] = retained
+        self._retained[key] = RetainedPages(
+            shard, sample.pages[:count], tokens, sample.weights_epoch, slot
+        )
         self._pages.free(sample.pages[count:])
         sample.pages = []
 

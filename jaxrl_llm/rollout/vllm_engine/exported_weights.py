@@ -95,7 +95,7 @@ class ExportedWeights:
         for key in path:
             tree = tree[key]
         array = np.asarray(tree[expert] if name.experts else tree)
-        return array.T if name.transposed != is_stored_transposed else array
+        return name.transpose_stored(array.T if is_stored_transposed else array)
 
 
 def _transposed(network: Network, kind: LayerType) -> Mapping[tuple[str, ...], bool]:

@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import kinds_of_layers
 import numpy as np
 import pytest
 import tiny
@@ -28,6 +29,12 @@ MIXED = dataclasses.replace(
     num_layers=6,
     layers=(LayerType(), *(LayerType(experts=True),) * 5),
     experts=Experts(4, 2, 16),
+)
+
+STATES = dataclasses.replace(
+    kinds_of_layers.NETWORKS["states"],
+    num_layers=4,
+    layers=(kinds_of_layers.DELTA, LayerType()) * 2,
 )
 
 
@@ -137,6 +144,7 @@ CASES = {
     "four stages x data": (DENSE, 4, 1, {"stage": 4, "data": 2}),
     "rounds x fsdp x tensor": (DENSE, 2, 2, {"stage": 2, "fsdp": 2, "tensor": 2}),
     "experts x rounds": (MIXED, 2, 2, {"stage": 2, "fsdp": 2, "expert": 2}),
+    "states x fsdp": (STATES, 2, 1, {"stage": 2, "fsdp": 2}),
 }
 EVERY_CHANGE = ("rounds x fsdp x tensor",)
 

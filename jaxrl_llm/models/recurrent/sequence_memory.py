@@ -1,0 +1,81 @@
+"""The memory of a sequence while it is sampled, declared by the kind of each layer.
+
+The engine allocates, copies, moves and frees it, and the planner counts it, from this description
+alone. There are two forms. Entries per token (keys and values, or latents) lie in pages, which all
+sequences that begin with the same tokens share. A state has a fixed size and belongs to one
+sequence at one position: it is held by decode slot, copied where samples of one prompt part, and a
+sequence whose state is gone is read again from its first token.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from jaxrl_llm.models.architecture import Architecture, LayerType
+
+
+class StateArray(NamedTuple):
+    """An array of a sequence's state; a dim of sequences is in front of these."""
+
+    dims: tuple[int, ...]
+    axes: tuple[str | None, ...]  # logical names of the dims
+    in_float32: bool = False  # else in the dtype of activations
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceMemory:
+    """Memory of one layer: page entries of each token, and the state of each sequence."""
+
+    # Heads, key dims and value dims of a token in the KV cache; heads 0: no pages.
+    page_entries: tuple[int, int, int] = (0, 0, 0)
+    state: dict[str, StateArray] = dataclasses.field(default_factory=dict)
+
+
+def layer_memory(shape: Architecture, kind: LayerType) -> SequenceMemory:
+    """The memory that a layer of this kind keeps of a sequence."""
+    if kind.mixer == "attention":
+        return SequenceMemory(page_entries=shape.kv_cache_sizes)
+    sizes = shape.gated_delta
+    assert sizes is not None
+    before = sizes.convolution_tokens - 1
+    keys = (before, sizes.num_key_heads, sizes.key_size)
+    values = (before, sizes.num_value_heads, sizes.value_size)
+    memory = (sizes.num_value_heads, sizes.key_size, sizes.value_size)
+    return SequenceMemory(
+        state={
+            "q": StateArray(keys, (None, "heads", None)),
+            "k": StateArray(keys, (None, "heads", None)),
+            "v": StateArray(values, (None, "heads", None)),
+            "memory": StateArray(memory, ("heads", None, None), in_float32=True),
+        }
+    )
+
+
+def paged_layers(shape: Architecture) -> tuple[int, ...]:
+    """Indices of the layers that keep entries of each token in pages."""
+    return tuple(i for i, kind in enumerate(shape.layer_types) if kind.mixer == "attention")
+
+
+def recurrent_layers(shape: Architecture) -> tuple[int, ...]:
+    """Indices of the layers that keep a state of each sequence."""
+    return tuple(i for i, kind in enumerate(shape.layer_types) if kind.mixer != "attention")
+
+
+def has_state(shape: Architecture) -> bool:
+    """Whether any layer keeps a state: then tokens in pages alone save no prefill."""
+    return bool(recurrent_layers(shape))
+
+
+def state_numbers(shape: Architecture) -> tuple[int, int]:
+    """Numbers per sequence over all layers: of activations' dtype, and float32."""
+    arrays = [
+        array
+        for i in recurrent_layers(shape)
+        for array in layer_memory(shape, shape.layer_types[i]).state.values()
+    ]
+    counts = {False: 0, True: 0}
+    for array in arrays:
+        size = 1
+        for dim in array.dims:
+            size *= dim
+        counts[array.in_float32] += size
+    return counts[False], counts[True]
