@@ -12,6 +12,9 @@ from jaxrl_llm.config.learner import ATTENTION_INTERVAL
 _LONGEST_PATTERN = 12  # in runs of equal layers
 
 
+Mixer = Literal["attention", "gated_delta"]  # how a layer mixes tokens
+
+
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
     """How rotary wavelengths are stretched beyond the original context.
@@ -51,7 +54,7 @@ class LayerType:
     rope: Literal["main", "local", "none"] = "main"
     experts: bool = False  # a mixture of experts instead of one MLP
     top_keys: int = 0  # keys that a query attends to, chosen by the `KeyIndexer`; 0: all
-    mixer: Literal["attention", "gated_delta"] = "attention"  # how it mixes tokens
+    mixer: Mixer = "attention"
 
 
 UNIFORM_LAYER = LayerType()  # the layer type of a uniform model

@@ -67,11 +67,9 @@ def _mixer(
     """The module that mixes tokens in a layer of this kind."""
     if layer.mixer == "gated_delta":
         return GatedDeltaNet(build, shape)
-    return (
-        LatentAttention(build, shape)
-        if shape.latent
-        else GroupedQueryAttention(build, shape, layer)
-    )
+    if shape.latent:
+        return LatentAttention(build, shape, layer)
+    return GroupedQueryAttention(build, shape, layer)
 
 
 class EmbedAndHead(nnx.Module):

@@ -20,7 +20,13 @@ SETTINGS = {
 }
 OF_EXPERTS = {"model.num_experts": 4, "mesh.expert": 2, "mesh.tensor": 2, "mesh.fsdp": 2}
 CASES = {
-    "qwen3_5_text": {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.sequence": 2},
+    "qwen3_5_text": {
+        "model.num_heads": 4,
+        "model.num_kv_heads": 2,
+        "mesh.fsdp": 2,
+        "mesh.tensor": 2,
+        "mesh.sequence": 2,
+    },
     "qwen3_5_moe_text": {**OF_EXPERTS, "router.replay": "rollout"},
     "qwen3_next": {**OF_EXPERTS, "lora.rank": 4, "lora.targets": ("q", "k", "v", "o")},
 }

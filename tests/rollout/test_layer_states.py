@@ -70,7 +70,7 @@ def test_log_probs_are_those_of_a_whole_pass_beyond_a_chunk_of_the_rule():
 @pytest.mark.parametrize(
     ("num_slots", "settings"),
     [
-        (3, {}),
+        pytest.param(3, {}, marks=pytest.mark.slow),
         pytest.param(32, {"chunk_steps": 1}, marks=pytest.mark.slow),
         pytest.param(4, {"chunk_steps": 16}, marks=pytest.mark.slow),
     ],
@@ -82,6 +82,7 @@ def test_slots_and_neighbours_do_not_matter(num_slots, settings, one_window):
     assert_same(found, [expected()[i] for i in order])
 
 
+@pytest.mark.slow
 def test_preempted_samples_are_read_again(one_window, monkeypatch):
     wanted = expected()
     monkeypatch.setattr("jaxrl_llm.config.kv_cache_sizing._PAGE_TOKENS", {"cpu": 8})
@@ -92,9 +93,10 @@ def test_preempted_samples_are_read_again(one_window, monkeypatch):
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"fsdp": 2, "tensor": 2}, pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow)],
+    [{"fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}],
     ids=str,
 )
+@pytest.mark.slow
 def test_mesh_does_not_matter(sizes, one_window):
     mesh = tiny.make_mesh(**sizes)
     assert_same(engine_with(mesh=mesh).generate(weights(mesh), workload()), expected())
@@ -145,6 +147,7 @@ def test_a_continued_sample_goes_on_from_its_slot(one_window):
     assert prompts + added < few.statistics.prefill_tokens <= num_whole
 
 
+@pytest.mark.slow
 def test_a_state_behind_the_end_is_not_continued(one_window):
     """The host ends a sample at a string while the device goes on: its state is of later tokens."""
     decode = lambda tokens: "".join(map(chr, tokens))  # noqa: E731

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.architecture import Architecture, LatentAttentionSizes
+from jaxrl_llm.models.architecture import Architecture, LatentAttentionSizes, Mixer
 from jaxrl_llm.models.hf import gated_delta_config, indexer_config, vision_config
 
 
@@ -59,7 +59,7 @@ class ModelFamily:
     rope_kind: Callable[[Config, int, str], Literal["main", "local", "none"]] = (
         lambda config, number, attention: "main"
     )
-    mixers: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by attention type
+    mixers: Mapping[str, Mixer] = dataclasses.field(default_factory=dict)  # by attention type
     has_layer_types: bool = True  # config.json has `layer_types` unless all layers are alike
     moe: MoEFormat | None = None
     classifier_class: str = ""  # class name prefix of its classifier, if different
@@ -619,7 +619,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "qwen3_5_text": ModelFamily(
         "Qwen3_5",
         **_GATED_DELTA,
-        defaults=gated_delta_config.DEFAULTS,
+        defaults={**gated_delta_config.DEFAULTS},
         classifier_class="Qwen3_5Text",
     ),
     "qwen3_5_moe_text": ModelFamily(

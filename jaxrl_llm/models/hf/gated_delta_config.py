@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_llm.models.architecture import Architecture, GatedDeltaSizes
+from jaxrl_llm.models.architecture import Architecture, GatedDeltaSizes, Mixer
 
 # Attention type of `layer_types` -> `LayerType.mixer`.
-MIXERS: Mapping[str, str] = {"linear_attention": "gated_delta"}
+MIXERS: Mapping[str, Mixer] = {"linear_attention": "gated_delta"}
 _SIZE_KEYS = {
     "num_key_heads": "linear_num_key_heads",
     "num_value_heads": "linear_num_value_heads",

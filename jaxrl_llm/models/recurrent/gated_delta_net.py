@@ -60,8 +60,8 @@ class GatedDeltaInputs:
         before = jnp.pad(segment_ids, ((0, 0), (1, 0)))[:, :-1]
         is_token = segment_ids != 0
         starts = is_token & (segment_ids != before)
-        outputs, _ = gated_delta_rule(*self._convolved(is_token, starts), starts)
-        return outputs
+        q, k, v, log_decay, beta = self._convolved(is_token, starts)
+        return gated_delta_rule(q, k, v, log_decay, beta, starts)[0]
 
     def after_state(
         self, state: LayerState, is_token: Bool[Array, "B T"]
@@ -71,12 +71,15 @@ class GatedDeltaInputs:
         Tokens come first in their rows, then padding, which leaves the state unchanged.
         """
         starts = jnp.zeros_like(is_token)
-        convolved = self._convolved(is_token, starts, state)
+        q, k, v, log_decay, beta = self._convolved(is_token, starts, state)
+        memory = state["memory"]
         if is_token.shape[1] == 1:
-            outputs, memory = gated_delta_step(*(a[:, 0] for a in convolved), state["memory"])
+            outputs, memory = gated_delta_step(
+                q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], beta[:, 0], memory
+            )
             outputs = outputs[:, None]
         else:
-            outputs, memory = gated_delta_rule(*convolved, starts, state["memory"])
+            outputs, memory = gated_delta_rule(q, k, v, log_decay, beta, starts, memory)
         count = is_token.sum(axis=1)
         tails = {
             name: convolution_tail(getattr(self, name), state[name], count) for name in _CONVOLVED
@@ -88,7 +91,7 @@ class GatedDeltaInputs:
         is_token: Bool[Array, "B T"],
         starts: Bool[Array, "B T"],
         tails: LayerState | None = None,
-    ) -> tuple[Array, ...]:
+    ) -> tuple[Array, Array, Array, Array, Array]:
         """The arguments of the recurrence: zero where there is no token."""
         q, k, v = (
             jax.nn.silu(
@@ -103,7 +106,8 @@ class GatedDeltaInputs:
         )
         q, k = l2_normalized(q) * q.shape[-1] ** -0.5, l2_normalized(k)
         q, k, v = (checkpoint_name(x, name) for x, name in zip((q, k, v), _CONVOLVED, strict=True))
-        return mask_padding(is_token, q, k, v.astype(jnp.float32), self.log_decay, self.beta)
+        q, k, v, log_decay, beta = mask_padding(is_token, q, k, v, self.log_decay, self.beta)
+        return q, k, v, log_decay, beta
 
 
 def _over_sharded_rows(
@@ -125,8 +129,7 @@ def _over_sharded_rows(
     kernel_axes = (head_axes, SEQUENCE_AXIS) if head_axes else (SEQUENCE_AXIS,)
     kernel_spec = PartitionSpec(None, kernel_axes if exchanges else head_axes)
 
-    def local(*arrays: Array) -> Array:
-        *by_token, kernels, ids = arrays
+    def local(by_token: tuple[Array, ...], kernels: dict[str, Array], ids: Array) -> Array:
         whole_ids = lax.all_gather(ids, SEQUENCE_AXIS, axis=1, tiled=True)
         if exchanges:
             whole = [
@@ -135,7 +138,8 @@ def _over_sharded_rows(
             ]
         else:
             whole = [lax.all_gather(a, SEQUENCE_AXIS, axis=1, tiled=True) for a in by_token]
-        outputs = GatedDeltaInputs(*whole, kernels)._whole_rows(whole_ids)  # type: ignore[arg-type]
+        q, k, v, log_decay, beta = whole
+        outputs = GatedDeltaInputs(q, k, v, log_decay, beta, kernels)._whole_rows(whole_ids)
         if exchanges:
             return lax.all_to_all(outputs, SEQUENCE_AXIS, split_axis=1, concat_axis=2, tiled=True)
         length = ids.shape[1]
@@ -144,9 +148,9 @@ def _over_sharded_rows(
         )
 
     by_token = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.beta
-    in_specs = *(spec for _ in by_token), kernel_spec, PartitionSpec(batch, rows)
+    in_specs = spec, kernel_spec, PartitionSpec(batch, rows)
     mapped = jax.shard_map(local, in_specs=in_specs, out_specs=spec, check_vma=False)
-    return mapped(*by_token, inputs.kernels, segment_ids)
+    return mapped(by_token, inputs.kernels, segment_ids)
 
 
 class ShortConvolution(nnx.Module):

@@ -167,11 +167,9 @@ class EnginePrograms:
         entries = NamedSharding(self.mesh, split.array_spec)
         positions = NamedSharding(self.mesh, PartitionSpec(split.slot_axes))
         layers = len(self.state_shardings.cache.keys), len(self.state_shardings.cache.values)
-        recent: Any = kv_cache.WriteBuffer(
-            *((entries,) * count for count in layers),  # type: ignore[arg-type]
-            positions,  # type: ignore[arg-type]
-            self.state_shardings.layer_states,
-        )
+        keys, values = ((entries,) * count for count in layers)
+        states = self.state_shardings.layer_states
+        recent: Any = kv_cache.WriteBuffer(keys, values, positions, states)  # type: ignore[arg-type]
         logits = with_rules(mesh_lib.activation_sharding)(
             (self.num_slots, network.shape.vocab_size), ("batch", "vocab"), self.mesh
         )

@@ -519,7 +519,8 @@ class Scheduler:
                 self._stale.add(sample.slot)
             if sample.retains_pages and c.finish_reason != "error":
                 # After what a host ends, the device has gone on: its state is not that of the end.
-                self._retain(sample, has_state=ended and len(c.tokens) == num_before + count)
+                is_whole = len(c.tokens) == num_before + count
+                self._retain(sample, has_state=bool(ended) and is_whole)
             self._free_pages(sample)
         return count
 
