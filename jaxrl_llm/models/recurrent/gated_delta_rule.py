@@ -85,23 +85,23 @@ class _ChunkWork(NamedTuple):
     Decays contain the resets: they are zero across the border of two segments.
     """
 
-    q: Float[Array, "n B G C K"]
-    k: Float[Array, "n B G C K"]
-    scores: Float[Array, "n B G R C C"]  # of queries and keys of the chunk, decayed
-    values: Float[Array, "n B G R C V"]  # the u_t if the state were zero when the chunk begins
-    read_keys: Float[Array, "n B G R C K"]  # times the state: what it subtracts from the u_t
-    from_begin: Float[Array, "n B G R C"]  # decay from the begin of the chunk to each token
-    to_end: Float[Array, "n B G R C"]  # decay from each token to the end of the chunk
+    q: Float[Array, "n B G chunk K"]
+    k: Float[Array, "n B G chunk K"]
+    scores: Float[Array, "n B G R chunk chunk"]  # of queries and keys of the chunk, decayed
+    values: Float[Array, "n B G R chunk V"]  # the u_t if the state were zero when the chunk begins
+    read_keys: Float[Array, "n B G R chunk K"]  # times the state: what it subtracts from the u_t
+    from_begin: Float[Array, "n B G R chunk"]  # decay from the begin of the chunk to each token
+    to_end: Float[Array, "n B G R chunk"]  # decay from each token to the end of the chunk
     whole: Float[Array, "n B G R"]  # decay over the chunk
 
 
 def _within_chunks(
-    q: Float[Array, "n B G C K"],
-    k: Float[Array, "n B G C K"],
-    v: Float[Array, "n B G R C V"],
-    log_decay: Float[Array, "n B G R C"],
-    beta: Float[Array, "n B G R C"],
-    segments: Int[Array, "n B C"],
+    q: Float[Array, "n B G chunk K"],
+    k: Float[Array, "n B G chunk K"],
+    v: Float[Array, "n B G R chunk V"],
+    log_decay: Float[Array, "n B G R chunk"],
+    beta: Float[Array, "n B G R chunk"],
+    segments: Int[Array, "n B chunk"],
 ) -> _ChunkWork:
     """The part of the chunked form that needs no state: all chunks at once."""
     length = q.shape[3]
@@ -118,7 +118,7 @@ def _within_chunks(
     # chunk counts a reset of its own.
     previous = jnp.concatenate([jnp.zeros_like(last[:1]), last[:-1]])
 
-    def in_segment(which: Int[Array, "n B"]) -> Bool[Array, "n B 1 1 C"]:
+    def in_segment(which: Int[Array, "n B"]) -> Bool[Array, "n B 1 1 chunk"]:
         return (segments == which[..., None])[:, :, None, None]
 
     since_begin = jnp.cumsum(log_decay, axis=-1)
@@ -196,7 +196,7 @@ unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 def _chunk_step(
     state: Float[Array, "B G R K V"], chunk: _ChunkWork
-) -> tuple[Float[Array, "B G R K V"], Float[Array, "B G R C V"]]:
+) -> tuple[Float[Array, "B G R K V"], Float[Array, "B G R chunk V"]]:
     """The state after a chunk, and the outputs of its tokens."""
     updates = chunk.values - _einsum("bgrck,bgrkv->bgrcv", chunk.read_keys, state)
     read = _einsum("bgck,bgrkv->bgrcv", chunk.q, state) * chunk.from_begin[..., None]
