@@ -20,6 +20,19 @@ from jaxrl_llm.sharding.mesh import TRAIN, shardings
 TOKENS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": None}
 # Beside `EXAMPLES`: family, and the keys that differ from its example.
 VARIANTS = {
+    "qwen3_5_deep": (
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 6,
+            "full_attention_interval": 3,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 5,
+            "linear_conv_kernel_dim": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
     "kimi_k2": (
         "deepseek_v3",
         {
@@ -119,27 +132,6 @@ TABLE = {
         for family in OF_TEXT
         for seed in ODD_SEEDS
     },
-}
-DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
-}
-SHARED_EXPERT = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 20}
-TABLE |= {
-    "qwen3_next": ("Qwen3NextConfig", {**DELTA, **SHARED_EXPERT}),
-    "qwen3_5_text": ("Qwen3_5TextConfig", DELTA),
-    "qwen3_5_moe_text": (
-        "Qwen3_5MoeTextConfig",
-        {
-            **DELTA,
-            **SHARED_EXPERT,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-            "linear_num_value_heads": 2,
-        },
-    ),
 }
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LENGTHS = (40, 33)

@@ -46,6 +46,14 @@ _YARN = {
     "beta_slow": 1.0,
     "original_max_position_embeddings": 64,
 }
+_GATED_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+}
+_SHARED_EXPERT = {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 20}
 _LOCAL_ROPE = {"rope_type": "default", "rope_theta": 100.0}
 # What sets a tiny model of each family apart, beside `_SIZES`.
 _OWN_KEYS: Mapping[str, Mapping[str, Any]] = {
@@ -148,6 +156,14 @@ _OWN_KEYS: Mapping[str, Mapping[str, Any]] = {
         **_INDEXER,
         "n_routed_experts": 4,
         "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+    },
+    "qwen3_next": {**_GATED_DELTA, **_SHARED_EXPERT},
+    "qwen3_5_text": _GATED_DELTA,
+    "qwen3_5_moe_text": {
+        **_GATED_DELTA,
+        **_SHARED_EXPERT,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_value_heads": 2,
     },
 }
 # By family, the contents of config.json.
