@@ -15,12 +15,10 @@ from jaxrl_llm.models.hf.families import (
     FAMILIES,
     MODEL_TYPE_ALIASES,
     TEXT_MODEL_TYPES,
-    CheckpointFormatError,
-    ModelFamily,
-    MoEFormat,
     rope_type,
     yarn_mscale,
 )
+from jaxrl_llm.models.hf.family_format import CheckpointFormatError, ModelFamily, MoEFormat
 from jaxrl_llm.storage import model_folder
 from jaxrl_llm.storage.model_folder import PathLike
 

@@ -14,13 +14,8 @@ from jaxrl_llm.models.hf.config_reader import (
     architecture_from_config,
     hf_class_name,
 )
-from jaxrl_llm.models.hf.families import (
-    FAMILIES,
-    MLA_CODEC,
-    MODEL_TYPE_ALIASES,
-    CheckpointFormatError,
-    ModelFamily,
-)
+from jaxrl_llm.models.hf.families import FAMILIES, MLA_CODEC, MODEL_TYPE_ALIASES
+from jaxrl_llm.models.hf.family_format import CheckpointFormatError, ModelFamily
 
 
 def to_hf_config(

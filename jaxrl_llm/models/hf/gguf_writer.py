@@ -22,7 +22,8 @@ from jaxrl_llm.models import finite
 from jaxrl_llm.models.architecture import Architecture, RopeScaling
 from jaxrl_llm.models.attention_modules import rotary_frequencies
 from jaxrl_llm.models.hf.checkpoint import TensorReader
-from jaxrl_llm.models.hf.families import CheckpointFormatError, yarn_mscale
+from jaxrl_llm.models.hf.families import yarn_mscale
+from jaxrl_llm.models.hf.family_format import CheckpointFormatError
 from jaxrl_llm.models.hf.tensor_names import TensorName, tensor_names
 from jaxrl_llm.models.transformer import Network
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.models.hf.families import CheckpointFormatError
+from jaxrl_llm.models.hf.family_format import CheckpointFormatError
 from jaxrl_llm.models.hf.safetensors_file import StoredTensor
 from jaxrl_llm.storage.model_folder import WeightFile
 

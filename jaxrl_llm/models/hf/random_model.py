@@ -11,7 +11,8 @@ from typing import Any
 import jax
 
 from jaxrl_llm.models.hf import checkpoint, config_reader
-from jaxrl_llm.models.hf.families import FAMILIES, CheckpointFormatError
+from jaxrl_llm.models.hf.families import FAMILIES
+from jaxrl_llm.models.hf.family_format import CheckpointFormatError
 from jaxrl_llm.models.transformer import Network
 
 _SIZES: Mapping[str, Any] = {

@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models.hf.families import CheckpointFormatError
+from jaxrl_llm.models.hf.family_format import CheckpointFormatError
 from jaxrl_llm.storage import model_folder
 from jaxrl_llm.storage.model_folder import PathLike, RemoteFile, WeightFile
 

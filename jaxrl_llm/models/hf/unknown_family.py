@@ -12,7 +12,8 @@ from flax import traverse_util
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.hf import config_reader, config_writer
 from jaxrl_llm.models.hf.contradictions import is_weight
-from jaxrl_llm.models.hf.families import FAMILIES, CheckpointFormatError
+from jaxrl_llm.models.hf.families import FAMILIES
+from jaxrl_llm.models.hf.family_format import CheckpointFormatError
 from jaxrl_llm.models.hf.tensor_names import is_ignorable, tensor_names
 from jaxrl_llm.models.transformer import Network
 

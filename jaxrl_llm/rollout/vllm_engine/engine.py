@@ -13,7 +13,7 @@ import numpy as np
 from jaxrl_llm.config.vllm import DEFAULT_VLLM, MIN_VLLM_TEMPERATURE, VllmConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models.hf import config_writer
-from jaxrl_llm.models.hf.families import CheckpointFormatError
+from jaxrl_llm.models.hf.family_format import CheckpointFormatError
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.engine import requests
 from jaxrl_llm.rollout.engine.requests import (

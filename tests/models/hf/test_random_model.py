@@ -19,7 +19,8 @@ from jaxrl_llm.models.hf import (
     random_model,
     safetensors_file,
 )
-from jaxrl_llm.models.hf.families import FAMILIES, CheckpointFormatError
+from jaxrl_llm.models.hf.families import FAMILIES
+from jaxrl_llm.models.hf.family_format import CheckpointFormatError
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
