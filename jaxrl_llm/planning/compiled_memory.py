@@ -340,8 +340,8 @@ def _compile_with_text(program: jax.stages.Lowered) -> tuple[Any, str]:
         options: Any = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         compiled = program.compile(compiler_options=options)
         dumps = sorted(pathlib.Path(folder).glob("*.after_codegen.txt"))
-        text = max((dump.read_text() for dump in dumps), key=len) if dumps else compiled.as_text()
-    return compiled.memory_analysis(), text
+        texts = [dump.read_text() for dump in dumps] or [compiled.as_text() or ""]
+    return compiled.memory_analysis(), max(texts, key=len)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,7 +49,7 @@ _HOST_SPACE = "5"
 
 @dataclasses.dataclass(frozen=True)
 class TpuRates:
-    """What a TPU does in a cycle."""
+    """Peak work of a TPU in a cycle."""
 
     cycles_per_s: float
     operations: float  # 16-bit multiplications and additions, at the peak
