@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from jaxrl_llm.config import JobConfig
     from jaxrl_llm.learner.weights import LearnerState, Trainable
+    from jaxrl_llm.training_api.training_session import TrainingSession
 
     Rows = Iterable[Mapping[str, Any]]
 
@@ -90,3 +91,25 @@ def check(
     if not isinstance(config, JobConfig):
         config = from_config_dict(config)
     return loops.check(config, workdir, replay)
+
+
+def training_session(config: "JobConfig | ConfigDict | Mapping[str, Any]") -> "TrainingSession":
+    """A policy whose training loop is yours: passes, updates, samples, checkpoints.
+
+    `config` is one of job "rl", as in `train`: its model, adapters, mesh, sampling and loss are
+    used, and its loop, data and rewards are not.
+
+    Raises:
+      ConfigError: Listing every problem of the config.
+      UserError: If the model folder cannot be used.
+    """
+    from jaxrl_llm import program
+    from jaxrl_llm.config import JobConfig
+    from jaxrl_llm.config.bridge import from_config_dict
+    from jaxrl_llm.training_api import policy_base
+    from jaxrl_llm.training_api.training_session import TrainingSession
+
+    program.set_xla_flags()
+    if not isinstance(config, JobConfig):
+        config = from_config_dict(config)
+    return TrainingSession(policy_base.load_base(config.require_rl()))

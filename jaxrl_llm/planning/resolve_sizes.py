@@ -144,6 +144,15 @@ def resolve(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
     )
 
 
+def resolve_unsaved(config: RLConfig) -> RLConfig:
+    """The checked config of a policy without the folder of a run, with all sizes set."""
+    requirements.check_functions(config.algorithm)
+    config = pin_models(config)
+    return (
+        _with_sizes_from(config, _with_local_choices(config)) if _has_open_sizes(config) else config
+    )
+
+
 def _with_started_sizes(config: Job, workdir: str | os.PathLike[str]) -> Job:
     """The config with the sizes of the run that was started in this folder, if any."""
     if _has_open_sizes(config) and files.is_file(files.run_path(workdir) / "config.json"):

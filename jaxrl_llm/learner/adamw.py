@@ -1,0 +1,112 @@
+"""AdamW whose numbers are inputs of a compiled program, for callers that change them each step.
+
+The jobs' optimizer (`optimizer.make_optimizer`) compiles its numbers in; the arithmetic is the same.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+
+from jaxrl_llm.errors import UserError
+
+Tree = Any
+
+
+class AdamWError(UserError, ValueError):
+    """A number of AdamW is out of its range."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamWParams:
+    """The numbers of one update of AdamW (arXiv:1711.05101); weight decay is decoupled."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    max_grad_norm: float = math.inf  # clips the global norm of the gradient; inf: off
+
+    def check(self) -> None:
+        """Raises AdamWError with the first number that is out of its range."""
+        rules = {
+            "learning_rate": (0.0 <= self.learning_rate <= 1000.0, "in [0, 1000]"),
+            "beta1": (0.0 <= self.beta1 <= 0.999999, "in [0, 0.999999]"),
+            "beta2": (0.0 <= self.beta2 <= 0.999999, "in [0, 0.999999]"),
+            "eps": (1e-18 <= self.eps <= 1000.0, "in [1e-18, 1000]"),
+            "weight_decay": (0.0 <= self.weight_decay <= 1000.0, "in [0, 1000]"),
+            "max_grad_norm": (self.max_grad_norm > 0.0, "in (0, inf] (inf: off)"),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:  # NaN fails every comparison
+                raise AdamWError(f"optimizer: {name} is {getattr(self, name)!r}; use one {rule}")
+
+    def inputs(self) -> "AdamWInputs":
+        """The numbers as a program takes them.
+
+        What a float32 beta would spoil is computed here in float64: 1 - 0.999 has four digits fewer
+        after rounding.
+        """
+        logs = [math.log(beta) if beta else -math.inf for beta in (self.beta1, self.beta2)]
+        numbers = (
+            self.learning_rate,
+            (self.beta1, 1.0 - self.beta1, logs[0]),
+            (self.beta2, 1.0 - self.beta2, logs[1]),
+            self.eps,
+            self.weight_decay,
+            self.max_grad_norm,
+        )
+        return AdamWInputs(*jax.tree.map(np.float32, numbers))
+
+
+class AdamWInputs(NamedTuple):
+    """The numbers of `AdamWParams` as float32 scalars; a beta with 1 - beta and log(beta)."""
+
+    learning_rate: Float[Array, ""]
+    beta1: tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]
+    beta2: tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]
+    eps: Float[Array, ""]
+    weight_decay: Float[Array, ""]
+    max_grad_norm: Float[Array, ""]
+
+
+def adamw(inputs: AdamWInputs) -> optax.GradientTransformation:
+    """Clipping by global norm, then AdamW, for float32 gradients; to be made inside a trace."""
+
+    def bias_corrected(moment: Tree, log_beta: Array, count: Array) -> Tree:
+        correction = -jnp.expm1(count.astype(jnp.float32) * log_beta)
+        return jax.tree.map(lambda m: m / correction, moment)
+
+    def update(gradients: Tree, state: optax.ScaleByAdamState, params: Tree = None):
+        norm = optax.tree.norm(gradients)
+        clips = norm > inputs.max_grad_norm
+        gradients = jax.tree.map(
+            lambda g: jnp.where(clips, g / norm * inputs.max_grad_norm, g), gradients
+        )
+        (beta1, rest1, log1), (beta2, rest2, log2) = inputs.beta1, inputs.beta2
+        first = jax.tree.map(lambda g, m: rest1 * g + beta1 * m, gradients, state.mu)
+        second = jax.tree.map(lambda g, v: rest2 * g * g + beta2 * v, gradients, state.nu)
+        count = optax.safe_increment(state.count)
+        updates = jax.tree.map(
+            lambda m, v, p: (
+                -inputs.learning_rate
+                * (m / (jnp.sqrt(v) + inputs.eps) + inputs.weight_decay * p.astype(jnp.float32))
+            ),
+            bias_corrected(first, log1, count),
+            bias_corrected(second, log2, count),
+            params,
+        )
+        return updates, optax.ScaleByAdamState(count, first, second)
+
+    return optax.GradientTransformation(init_moments, update)
+
+
+def init_moments(params: Tree) -> optax.ScaleByAdamState:
+    """Moments of zeros in float32."""
+    return optax.scale_by_adam().init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
