@@ -244,9 +244,7 @@ def _objective(algorithm: AlgorithmConfig, key: str) -> Loss:
 def _of_function(function: Callable[..., Any]) -> Loss:
     where = f"loss {getattr(function, '__name__', function)!r}"
     reads = parameters_of(function)
-    entropy: EntropyMode = (
-        "gradient" if reads.takes_rest or "entropies" in reads.names else "none"
-    )
+    entropy: EntropyMode = "gradient" if reads.takes_rest or "entropies" in reads.names else "none"
 
     def evaluate(inputs: TokenInputs, settings: Mapping[str, Any]) -> LossAndMetrics:
         available = {

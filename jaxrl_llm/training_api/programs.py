@@ -120,9 +120,7 @@ class PolicyPrograms:
                 microbatch_loss,
                 compute_dtype,
             )
-            total = jax.tree.map(
-                lambda a, b: a + b.astype(jnp.float32), gradients_so_far, gradient
-            )
+            total = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), gradients_so_far, gradient)
             return total, (value, sums["metrics"], sums["log_probs"])
 
         return forward_backward

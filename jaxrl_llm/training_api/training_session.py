@@ -99,9 +99,7 @@ class TrainingSession:
         chosen = resolve_loss(loss, self.config.algorithm)
         batch, numbers = self._inputs(data, chosen, settings)
         with jax.set_mesh(self._models.mesh):
-            outputs = self.programs.forward(chosen)(
-                self.state.params, self._frozen, batch, numbers
-            )
+            outputs = self.programs.forward(chosen)(self.state.params, self._frozen, batch, numbers)
         return _pass_result(data, outputs)
 
     def forward_backward(
@@ -199,7 +197,9 @@ class TrainingSession:
         keys = episodes.sample_keys(key, len(prompts) * num_samples)
         requests = [
             Request(
-                tuple(prompt), keys[i * num_samples : (i + 1) * num_samples], (params,) * num_samples
+                tuple(prompt),
+                keys[i * num_samples : (i + 1) * num_samples],
+                (params,) * num_samples,
             )
             for i, prompt in enumerate(prompts)
         ]

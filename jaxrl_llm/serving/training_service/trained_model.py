@@ -1,0 +1,163 @@
+"""One client's model in training: its requests in order, its state, and both on disk.
+
+Every request is written to the journal before it is answered. The state is written after each
+operation that changes weights, in one atomic step with the number of the next request. So after a
+kill an update is done or not; what came after the last state is done again from the journal, with
+the same results.
+"""
+
+import concurrent.futures
+import dataclasses
+import json
+import pathlib
+from typing import Literal, NamedTuple
+
+from jaxrl_llm.config import LoraConfig
+from jaxrl_llm.serving.training_service import wire
+from jaxrl_llm.serving.training_service.records import Json
+from jaxrl_llm.storage import files
+from jaxrl_llm.training_api.policy_base import PolicyBase
+from jaxrl_llm.training_api.training_session import TrainingSession
+
+# Results kept for clients that ask again; those after the last state are all kept.
+NUM_RESULTS = 256
+PASS = "pass"  # kind of the requests whose body is protobuf, not JSON
+
+
+class Operation(NamedTuple):
+    """A request of a client."""
+
+    kind: str  # "pass", or the endpoint
+    body: bytes  # protobuf of a pass, else JSON
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The result of a request: protobuf or JSON, or why there is none."""
+
+    kind: Literal["protobuf", "json", "failed"]
+    content: bytes
+
+    @classmethod
+    def from_json(cls, value: Json) -> "Outcome":
+        return cls("json", json.dumps(value).encode())
+
+    @classmethod
+    def failure(cls, message: str, category: Literal["user", "server"]) -> "Outcome":
+        return cls("failed", json.dumps({"error": message, "category": category}).encode())
+
+
+class TrainedModel:
+    """A model and its requests. Requests come under a lock; the training thread does the rest."""
+
+    def __init__(self, model_id: str, folder: pathlib.Path, record: Json):
+        """Reads what an earlier process has left in the folder."""
+        self.id, self.folder, self.record = model_id, folder, record
+        self.session: TrainingSession | None = None  # None: not in memory
+        # Sequence numbers: of the next request to do, and of that after the state on disk.
+        self.next_seq = self.saved_seq = 0
+        self.snapshot = ""  # folder of the state
+        self.futures: dict[int, concurrent.futures.Future[Outcome]] = {}
+        self.pending: dict[int, Operation] = {}
+        if (current := folder / "current.json").is_file():
+            values = json.loads(current.read_text())
+            self.next_seq = self.saved_seq = values["next_seq"]
+            self.snapshot = values["snapshot"]
+        for name in files.names(folder / "journal"):
+            if name.isdecimal() and int(name) >= self.next_seq:
+                self._queue(int(name), self._read_operation(int(name)))
+        for name in files.names(folder / "results"):
+            if name.isdecimal() and int(name) < self.next_seq:
+                self._finished(int(name)).set_result(self._read_result(int(name)))
+
+    @property
+    def owner(self) -> str:
+        return self.record["owner"]
+
+    @property
+    def lora(self) -> LoraConfig:
+        """The shapes of its adapters."""
+        values = self.record["lora"]
+        return LoraConfig(values["rank"], values["alpha"], tuple(values["targets"]))
+
+    @property
+    def is_runnable(self) -> bool:
+        """Whether the next request has come."""
+        return self.next_seq in self.pending
+
+    def submit(self, seq: int, operation: Operation) -> None:
+        """Accepts a request; one that came before is not done again."""
+        if seq >= self.next_seq and seq not in self.pending:
+            line = operation.kind.encode() + b"\n" + operation.body
+            files.replace_bytes(self.folder / "journal" / str(seq), line)
+            self._queue(seq, operation)
+
+    def _queue(self, seq: int, operation: Operation) -> None:
+        self.pending[seq] = operation
+        self._finished(seq)
+
+    def _finished(self, seq: int) -> "concurrent.futures.Future[Outcome]":
+        return self.futures.setdefault(seq, concurrent.futures.Future())
+
+    def kind_of(self, seq: int) -> str:
+        """The kind of a request that is not yet done; "" if it is done, or has not come."""
+        return self.pending[seq].kind if seq in self.pending else ""
+
+    def _read_operation(self, seq: int) -> Operation:
+        kind, _, body = (self.folder / "journal" / str(seq)).read_bytes().partition(b"\n")
+        return Operation(kind.decode(), body)
+
+    def _read_result(self, seq: int) -> Outcome:
+        kind, _, content = (self.folder / "results" / str(seq)).read_bytes().partition(b"\n")
+        return Outcome(kind.decode(), content)  # type: ignore[arg-type]
+
+    # Of the training thread:
+
+    def load_session(self, base: PolicyBase) -> TrainingSession:
+        """The model in memory: its last state, and the passes whose gradients it had."""
+        if self.session is None:
+            session = TrainingSession(base, self.lora, self.record["seed"])
+            if self.snapshot:
+                session.load(self.folder / "snapshots" / self.snapshot)
+            for seq in range(self.saved_seq, self.next_seq):
+                operation = self._read_operation(seq)
+                if operation.kind == PASS and self._read_result(seq).kind == "protobuf":
+                    request = wire.decode_pass(operation.body)
+                    if not request.forward_only:
+                        session.forward_backward(request.data, request.loss, request.settings)
+            self.session = session
+        return self.session
+
+    def write_outcome(self, seq: int, outcome: Outcome, *, saves_state: bool) -> None:
+        """Writes the result of the next request, and the state if it has changed."""
+        content = outcome.kind.encode() + b"\n" + outcome.content
+        files.replace_bytes(self.folder / "results" / str(seq), content)
+        if not saves_state:
+            return
+        assert self.session is not None
+        old, folder = self.snapshot, self.folder / "snapshots" / str(seq)
+        files.remove_tree(folder)  # left by a killed process
+        self.session.save(folder)
+        # From here the operation is done: a restarted process begins with the next one.
+        values = {"next_seq": seq + 1, "snapshot": str(seq)}
+        files.replace_text(self.folder / "current.json", json.dumps(values))
+        self.saved_seq, self.snapshot = seq + 1, str(seq)
+        self._prune(old)
+
+    def finish(self, seq: int, outcome: Outcome) -> None:
+        """Hands over the result of a request, which is written."""
+        self.next_seq = seq + 1
+        del self.pending[seq]
+        self._finished(seq).set_result(outcome)
+
+    def _prune(self, old_snapshot: str) -> None:
+        """Deletes what is older than the state; a kill in between leaves files without effect."""
+        if old_snapshot and old_snapshot != self.snapshot:
+            files.remove_tree(self.folder / "snapshots" / old_snapshot)
+        for name in files.names(self.folder / "journal"):
+            if name.isdecimal() and int(name) < self.saved_seq:
+                files.remove(self.folder / "journal" / name)
+        for name in files.names(self.folder / "results"):
+            if name.isdecimal() and int(name) < self.saved_seq - NUM_RESULTS:
+                files.remove(self.folder / "results" / name)
+                self.futures.pop(int(name), None)

@@ -1,0 +1,159 @@
+"""The thread that trains: one operation after another, the clients in turn."""
+
+import collections
+import concurrent.futures
+import json
+import threading
+
+import pydantic
+from absl import logging
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.serving.training_service.bodies import validation_problem
+from jaxrl_llm.serving.training_service.operations import ModelOperations
+from jaxrl_llm.serving.training_service.records import Json, RecordNotFoundError, Records
+from jaxrl_llm.serving.training_service.trained_model import Operation, Outcome, TrainedModel
+from jaxrl_llm.training_api.policy_base import PolicyBase
+
+MAX_PENDING = 1024  # requests of a model that wait
+
+
+class QueueFullError(UserError, RuntimeError):
+    """A model has too many requests that wait."""
+
+
+class SequenceError(UserError, ValueError):
+    """Two different requests have the same number."""
+
+
+class TrainingQueue:
+    """The models of all clients, and the order of their requests.
+
+    A model's requests are done by their numbers. Of the models whose next request has come, the one
+    that has waited longest since its last is next: no client waits for more than one request of
+    each other one.
+    """
+
+    def __init__(self, base: PolicyBase, records: Records, max_resident: int):
+        """Reads the models that an earlier process has left; does not start the thread."""
+        self._base, self._records, self._max_resident = base, records, max_resident
+        self._operations = ModelOperations(base, records)
+        self._changed = threading.Condition()
+        self._turns: collections.OrderedDict[str, TrainedModel] = collections.OrderedDict()
+        for model_id in records.model_ids():
+            if records.path("models", model_id, "model.json").is_file():
+                self._turns[model_id] = self._read_model(model_id)
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="training", daemon=True)
+
+    def _read_model(self, model_id: str) -> TrainedModel:
+        folder = self._records.path("models", model_id)
+        return TrainedModel(model_id, folder, json.loads((folder / "model.json").read_text()))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread after its current operation; what waits is done after a restart."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def create(self, model_id: str, record: Json, operation: Operation) -> None:
+        """Adds a model, whose first request is `operation`; no-op if it exists."""
+        with self._changed:
+            if model_id not in self._turns:
+                self._records.write(record, "models", model_id, "model.json")
+                self._turns[model_id] = self._read_model(model_id)
+        self.submit(record["owner"], model_id, 0, operation)
+
+    def model(self, owner: str, model_id: str) -> TrainedModel:
+        """A model of this owner; raises RecordNotFoundError."""
+        model = self._turns.get(model_id)
+        if model is None or model.owner != owner:
+            raise RecordNotFoundError(f"model {model_id[:160]!r}: not found")
+        return model
+
+    def models(self, owner: str) -> list[TrainedModel]:
+        """The models of an owner."""
+        with self._changed:
+            return [model for model in self._turns.values() if model.owner == owner]
+
+    def submit(self, owner: str, model_id: str, seq: int, operation: Operation) -> str:
+        """Accepts a request; returns its id, which is the same for a retry.
+
+        Raises:
+          RecordNotFoundError: If there is no such model.
+          SequenceError: If the number is that of another kind of request.
+          QueueFullError: If too many wait.
+        """
+        with self._changed:
+            model = self.model(owner, model_id)
+            if seq < 0:
+                raise SequenceError(f"seq_id: {seq} is below 0")
+            if (kind := model.kind_of(seq)) and kind != operation.kind:
+                raise SequenceError(f"seq_id: {seq} is that of a {kind} request; use the next one")
+            if len(model.pending) >= MAX_PENDING and seq not in model.pending:
+                raise QueueFullError(f"model {model_id!r}: {MAX_PENDING} requests wait; try later")
+            model.submit(seq, operation)
+            self._changed.notify_all()
+        return f"{model_id}:{seq}"
+
+    def future(self, owner: str, request_id: str) -> "concurrent.futures.Future[Outcome] | None":
+        """The future of a request; None if its result is no longer kept.
+
+        Raises:
+          RecordNotFoundError: If there was no such request.
+        """
+        model_id, _, seq = request_id.rpartition(":")
+        with self._changed:
+            model = self.model(owner, model_id)
+            if not seq.isdecimal() or not (
+                int(seq) in model.futures or int(seq) < model.next_seq
+            ):
+                raise RecordNotFoundError(f"request {request_id[:160]!r}: not found")
+            return model.futures.get(int(seq))
+
+    def _run(self) -> None:
+        while (model := self._next_model()) is not None:
+            self._do_next(model)
+
+    def _next_model(self) -> TrainedModel | None:
+        """Waits for a model with a request to do; None once closed."""
+        with self._changed:
+            while True:
+                if self._is_closed:
+                    return None
+                for model_id, model in self._turns.items():
+                    if model.is_runnable:
+                        self._turns.move_to_end(model_id)
+                        return model
+                self._changed.wait()
+
+    def _do_next(self, model: TrainedModel) -> None:
+        self._evict(model)
+        seq = model.next_seq
+        operation = model.pending[seq]
+        saves_state = False
+        try:
+            outcome, saves_state = self._operations.run(model, operation, seq)
+        except UserError as error:
+            outcome = Outcome.failure(str(error), "user")
+        except pydantic.ValidationError as error:
+            outcome = Outcome.failure(f"{operation.kind}: {validation_problem(error)}", "user")
+        except Exception as error:  # whatever it is, the client must be told
+            logging.exception("%s of %s failed", operation.kind, model.id)
+            # What it has left undone is not known: the state is read again.
+            model.session = None
+            outcome = Outcome.failure(f"{operation.kind}: {type(error).__name__}", "server")
+        model.write_outcome(seq, outcome, saves_state=saves_state)
+        with self._changed:
+            model.finish(seq, outcome)
+
+    def _evict(self, wanted: TrainedModel) -> None:
+        """Frees the memory of models that were used longest ago; their states are on disk."""
+        resident = [m for m in self._turns.values() if m.session is not None and m is not wanted]
+        for model in resident[: max(0, len(resident) + 1 - self._max_resident)]:
+            model.session = None
