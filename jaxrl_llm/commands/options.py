@@ -142,6 +142,9 @@ class ServeOptions(PolicyOptions):
     adapters: tuple[str, ...] = option("LoRA adapters: name=folder, or an address.", ())
     max_adapters: Natural = option("Adapters at once, loadable later; 0: --adapters.", 0)
     max_adapter_rank: Natural = option("Highest rank of an adapter; 0: of --adapters.", 0)
+    train: Folder = option("Serve Tinker's API too: folder for clients' states.", "")
+    max_training_clients: Positive = option("With --train: states in memory at once.", 8)
+    api_keys: File = option("With --train: file of accepted keys; empty: any.", "")
 
     @property
     def adapters_by_name(self) -> dict[str, str]:
@@ -156,8 +159,14 @@ class ServeOptions(PolicyOptions):
                 yield "adapters", f"{each[:100]!r} is not name=folder"
         if len(self.adapters_by_name) < len(self.adapters):
             yield "adapters", "a name stands twice; give each adapter its own"
-        if self.max_adapter_rank and not (self.adapters or self.max_adapters):
-            yield "max_adapter_rank", "has no effect without --adapters or --max_adapters"
+        if self.max_adapter_rank and not (self.adapters or self.max_adapters or self.train):
+            yield "max_adapter_rank", "has no effect without --adapters, --max_adapters or --train"
+        if self.train and self.workdir:
+            yield "train", "trains adapters of a model; give --model instead of --workdir"
+        if not self.train:
+            for name, default in (("max_training_clients", 8), ("api_keys", "")):
+                if getattr(self, name) != default:
+                    yield name, "has no effect without --train"
 
 
 class ServeJetstreamOptions(PolicyOptions):

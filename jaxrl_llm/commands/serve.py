@@ -1,5 +1,6 @@
-"""Serves a model with OpenAI's HTTP API; see docs/serving.md."""
+"""Serves a model with OpenAI's HTTP API (docs/serving.md), and trains it (docs/service.md)."""
 
+import contextlib
 import sys
 
 from absl import logging
@@ -15,6 +16,7 @@ try:
     from jaxrl_llm.serving.adapters import AdapterPool
     from jaxrl_llm.serving.app import make_app
     from jaxrl_llm.serving.metrics import Metrics
+    from jaxrl_llm.serving.training_service import service
 except ModuleNotFoundError as error:
     sys.exit(f"{error}; serving needs more than the package: pip install 'jaxrl_llm[serve]'")
 
@@ -30,15 +32,16 @@ def main(options: ServeOptions) -> None:
         source = saved_policy.policy_from_run(options.workdir)
     treatment = options.special_tokens
     served = server.served_model(source, options.name, options.max_tokens, treatment)
+    api_keys = service.read_api_keys(options.api_keys)
     adapters = None
-    if options.adapters or options.max_adapters:
+    if options.adapters or options.max_adapters or options.train:
         adapters = AdapterPool(
             served.name,
             source.models.policy.decoder,
             source.sampler.engine_args,
             options.adapters_by_name,
-            options.max_adapters,
-            options.max_adapter_rank,
+            options.max_adapters or (service.DEFAULT_PLACES if options.train else 0),
+            options.max_adapter_rank or (service.DEFAULT_RANK if options.train else 0),
         )
     engine = server.make_engine(
         source,
@@ -50,16 +53,25 @@ def main(options: ServeOptions) -> None:
         network=adapters.network if adapters else None,
     )
 
+    logging.info("reading the weights of %s", source.name)
+    training_base = None
+    if options.train:
+        training_base = service.load_training_base(source, served.max_tokens)
+
     def load_weights() -> Params:
-        base = source.weights().params
+        if training_base is not None:  # read once, for both layouts
+            base = source.sampler.weights(training_base.params)
+        else:
+            base = source.weights().params
         return adapters.set_base(base) if adapters else base
 
-    logging.info("reading the weights of %s", source.name)
     params = load_weights()
     driver = Driver(engine, params, max_waiting=options.max_waiting)
     if adapters:
         adapters.connect(driver.update_weights)
     body_bytes = options.body_bytes or (2**20 if served.image_processor is None else 2**25)
+    if options.train:
+        body_bytes = max(body_bytes, service.BODY_BYTES)
     app = make_app(
         served, driver, Metrics(driver), options.request_s, body_bytes, adapters=adapters
     )
@@ -73,12 +85,28 @@ def main(options: ServeOptions) -> None:
         continues=engine.prefix_caching,
     )
     del params  # else the old weights stay in memory after SIGHUP has loaded new ones
-    server.run(
-        app,
-        driver,
-        listener,
-        programs=programs,
-        reload=load_weights,
-        grace_s=options.grace_s,
-        max_connections=max(256, 4 * driver.capacity),
-    )
+    with contextlib.ExitStack() as stack:
+        if training_base is not None:
+            assert adapters is not None
+            stack.enter_context(
+                service.training_service(
+                    app,
+                    served,
+                    driver,
+                    adapters,
+                    training_base,
+                    options.train,
+                    tokenizer=options.model,
+                    max_resident=options.max_training_clients,
+                    api_keys=api_keys,
+                )
+            )
+        server.run(
+            app,
+            driver,
+            listener,
+            programs=programs,
+            reload=load_weights,
+            grace_s=options.grace_s,
+            max_connections=max(2048 if options.train else 256, 4 * driver.capacity),
+        )

@@ -40,6 +40,10 @@ class AdapterNotFoundError(AdapterError):
     """No adapter has this name."""
 
 
+class NoPlaceError(AdapterError):
+    """All places for adapters are used."""
+
+
 @dataclasses.dataclass(eq=False)
 class Adapter:
     """A loaded adapter."""
@@ -224,7 +228,7 @@ class AdapterPool:
             if name in self._adapters:
                 raise AdapterError(f"adapter {name!r} is loaded already; unload it first")
             if not self._free:
-                raise AdapterError(
+                raise NoPlaceError(
                     f"{self.num_places} of {self.num_places} places are used; unload an adapter,"
                     " or wait until the requests of one that was unloaded have ended"
                 )

@@ -21,10 +21,13 @@ class PolicyBase:
     config: RLConfig
     models: Models
     params: Params  # in the training layout
+    adapter_dtype: str = ""  # of adapters; "": that of the base
 
     def network(self, lora: LoraConfig) -> Network:
         """The policy's network with adapters of these shapes."""
-        return dataclasses.replace(self.models.policy, lora=lora)
+        policy = self.models.policy
+        dtype = self.adapter_dtype if lora.rank and self.adapter_dtype else policy.param_dtype
+        return dataclasses.replace(policy, lora=lora, param_dtype=dtype)
 
     @functools.cached_property
     def _programs(self) -> dict[LoraConfig, PolicyPrograms]:

@@ -18,7 +18,6 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import weights
 from jaxrl_llm.learner.adamw import AdamWParams
 from jaxrl_llm.learner.batches import Packer
-from jaxrl_llm.learner.weights import Trainable
 from jaxrl_llm.models.hf import peft_adapter
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout import episodes

@@ -9,8 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl_llm.algorithms import losses
-from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.checkpoint.saver import CheckpointError
 from jaxrl_llm.config import (
     AlgorithmConfig,

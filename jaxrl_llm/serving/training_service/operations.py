@@ -114,9 +114,7 @@ class ModelOperations:
         self._records.write_sampler(sampler_id, {"owner": model.owner, **sampler})
         return {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
 
-    def _save_external(
-        self, model: TrainedModel, body: bodies.SaveExternalBody, seq: int
-    ) -> Json:
+    def _save_external(self, model: TrainedModel, body: bodies.SaveExternalBody, seq: int) -> Json:
         if body.age_encryption_recipients:
             raise UnsupportedError("age_encryption_recipients: not supported by this server")
         path = self._write(model, body, seq, "external_weights", body.path)
@@ -150,13 +148,17 @@ class ModelOperations:
             model.session.save(folder / "state")
         else:
             model.session.export_adapters(folder / "adapters")
-        self._records.write_checkpoint(path, self._checkpoint_record(model, body.model_dump(), seq, path))
+        self._records.write_checkpoint(
+            path, self._checkpoint_record(model, body.model_dump(), seq, path)
+        )
         return path
 
     def _checkpoint_record(
         self, model: TrainedModel, body: Json, seq: int, path: CheckpointPath
     ) -> Json:
-        record: dict[str, Any] = {name: model.record[name] for name in ("owner", "base_model", "lora")}
+        record: dict[str, Any] = {
+            name: model.record[name] for name in ("owner", "base_model", "lora")
+        }
         expires = None
         if body.get("ttl_seconds"):
             lifetime = datetime.timedelta(seconds=body["ttl_seconds"])

@@ -27,7 +27,13 @@ from jaxrl_llm.serving.training_service.records import (
 )
 from jaxrl_llm.serving.training_service.sample_futures import SampleFutures, sampler_path
 from jaxrl_llm.serving.training_service.sampler_pool import SamplersBusyError
-from jaxrl_llm.serving.training_service.trained_model import PASS, Operation, Outcome, TrainedModel
+from jaxrl_llm.serving.training_service.trained_model import (
+    PASS,
+    Operation,
+    Outcome,
+    TrainedModel,
+    lora_config,
+)
 from jaxrl_llm.serving.training_service.training_queue import QueueFullError, TrainingQueue
 
 PREFIX = "/api/v1"
@@ -92,7 +98,8 @@ class TrainingService:
             )
         if body.optimizer_config.type != "adamw":
             raise ApiError(
-                400, f"optimizer_config: {body.optimizer_config.type[:100]!r}; this server has adamw"
+                400,
+                f"optimizer_config: {body.optimizer_config.type[:100]!r}; this server has adamw",
             )
         config = body.lora_config
         if config is None:
@@ -110,7 +117,7 @@ class TrainingService:
         targets = ATTENTION * config.train_attn + MLP * config.train_mlp
         if not targets:
             raise ApiError(400, f"lora_config: {_UNEMBED_WARNING}")
-        return LoraConfig(config.rank, LORA_ALPHA, targets)
+        return LoraConfig(rank=config.rank, alpha=LORA_ALPHA, targets=targets)
 
 
 def training_routes(service: TrainingService) -> fastapi.APIRouter:
@@ -213,7 +220,9 @@ def training_routes(service: TrainingService) -> fastapi.APIRouter:
         lora = service.lora(body)
         assert body.lora_config is not None
         seed = secrets.randbits(31) if body.lora_config.seed is None else body.lora_config.seed
-        return await created(owner, body.session_id, body.model_seq_id, lora, seed, body, "create_model")
+        return await created(
+            owner, body.session_id, body.model_seq_id, lora, seed, body, "create_model"
+        )
 
     async def created(
         owner: str,
@@ -292,13 +301,16 @@ def training_routes(service: TrainingService) -> fastapi.APIRouter:
         if body.model_id is not None:
             return await submit(request, "load_weights")
         if body.session_id is None or body.model_seq_id is None:
-            raise ApiError(400, "load_weights: give model_id and seq_id, or session_id and model_seq_id")
+            raise ApiError(
+                400, "load_weights: give model_id and seq_id, or session_id and model_seq_id"
+            )
         if body.base_model not in (None, served.name):
             raise ApiError(400, f"base_model: use {served.name!r}")
         record = await guarded(_checkpoint, records, owner, body.path)
-        shapes = record["lora"]
-        lora = LoraConfig(shapes["rank"], shapes["alpha"], tuple(shapes["targets"]))
-        return await created(owner, body.session_id, body.model_seq_id, lora, 0, body, "load_weights")
+        lora = lora_config(record["lora"])
+        return await created(
+            owner, body.session_id, body.model_seq_id, lora, 0, body, "load_weights"
+        )
 
     # Samplers.
 
@@ -505,5 +517,3 @@ def _training_run(records: Records, model: TrainedModel) -> Json:
 def _reply(outcome: Outcome) -> Response:
     media_type = _PROTOBUF if outcome.kind == "protobuf" else "application/json"
     return Response(outcome.content, media_type=media_type)
-
-

@@ -4,7 +4,6 @@ import asyncio
 import collections
 import contextlib
 
-
 from absl import logging
 
 from jaxrl_llm.errors import UserError
@@ -15,13 +14,12 @@ from jaxrl_llm.serving.training_service.operations import UnsupportedError
 from jaxrl_llm.serving.training_service.records import (
     CheckpointPath,
     RecordError,
-    RecordNotFoundError,
     Records,
 )
 from jaxrl_llm.serving.training_service.sampler_pool import (
     SampleError,
-    SampleRun,
     SamplerPool,
+    SampleRun,
     engine_request,
 )
 from jaxrl_llm.serving.training_service.trained_model import Outcome
@@ -91,9 +89,7 @@ class SampleFutures:
                     folder = str(self._records.checkpoint_folder(path) / "adapters")
                     lease = self._pool.lease(model_path, folder)
                     slot = await loop.run_in_executor(None, stack.enter_context, lease)
-                run = SampleRun(
-                    self._driver, engine_request(body, self._served, slot), body
-                )
+                run = SampleRun(self._driver, engine_request(body, self._served, slot), body)
             except Exception as error:
                 started.set_exception(error)
                 return Outcome.failure("not started", "server")
@@ -137,5 +133,3 @@ def sampler_path(records: Records, owner: str, model_path: str) -> str:
         )
     records.checkpoint(owner, path)
     return str(path)
-
-

@@ -17,7 +17,7 @@ from jaxrl_llm.rollout.engine.requests import (
     Request,
     SamplingParams,
 )
-from jaxrl_llm.serving.adapters import AdapterError, AdapterNotFoundError, AdapterPool
+from jaxrl_llm.serving.adapters import AdapterNotFoundError, AdapterPool, NoPlaceError
 from jaxrl_llm.serving.driver import RequestDriver, RequestRejected, SampleEvent
 from jaxrl_llm.serving.protocol import ServedModel, random_keys
 from jaxrl_llm.serving.training_service import wire
@@ -55,19 +55,23 @@ class SamplerPool:
 
     def _load(self, name: str, folder: str) -> contextlib.AbstractContextManager[AdapterSlot]:
         if name not in self._loaded:
-            if len(self._loaded) >= self._pool.num_places:
-                oldest, _ = self._loaded.popitem(last=False)
-                with contextlib.suppress(AdapterNotFoundError):
-                    self._pool.unload(oldest)
-            try:
-                self._pool.load(name, folder)
-            except AdapterError as error:
-                if "places are used" in str(error):
-                    raise SamplersBusyError(f"sampler {name!r}: {error}") from error
-                raise
+            self._load_in_free_place(name, folder)
             self._loaded[name] = None
         self._loaded.move_to_end(name)
         return self._pool.lease(name)
+
+    def _load_in_free_place(self, name: str, folder: str) -> None:
+        """Loads an adapter, after it has unloaded others until a place is free."""
+        while True:
+            try:
+                self._pool.load(name, folder)
+                return
+            except NoPlaceError as error:
+                if not self._loaded:
+                    raise SamplersBusyError(f"sampler {name!r}: {error}") from error
+                oldest, _ = self._loaded.popitem(last=False)
+                with contextlib.suppress(AdapterNotFoundError):
+                    self._pool.unload(oldest)
 
 
 def engine_request(body: SampleBody, served: ServedModel, adapter: AdapterSlot | None) -> Request:

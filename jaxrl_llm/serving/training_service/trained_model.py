@@ -47,6 +47,11 @@ class Outcome:
         return cls("failed", json.dumps({"error": message, "category": category}).encode())
 
 
+def lora_config(shapes: Json) -> LoraConfig:
+    """The shapes of adapters as a record has them."""
+    return LoraConfig(**{**shapes, "targets": tuple(shapes["targets"])})
+
+
 class TrainedModel:
     """A model and its requests. Requests come under a lock; the training thread does the rest."""
 
@@ -77,8 +82,7 @@ class TrainedModel:
     @property
     def lora(self) -> LoraConfig:
         """The shapes of its adapters."""
-        values = self.record["lora"]
-        return LoraConfig(values["rank"], values["alpha"], tuple(values["targets"]))
+        return lora_config(self.record["lora"])
 
     @property
     def is_runnable(self) -> bool:

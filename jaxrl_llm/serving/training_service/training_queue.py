@@ -110,9 +110,7 @@ class TrainingQueue:
         model_id, _, seq = request_id.rpartition(":")
         with self._changed:
             model = self.model(owner, model_id)
-            if not seq.isdecimal() or not (
-                int(seq) in model.futures or int(seq) < model.next_seq
-            ):
+            if not seq.isdecimal() or not (int(seq) in model.futures or int(seq) < model.next_seq):
                 raise RecordNotFoundError(f"request {request_id[:160]!r}: not found")
             return model.futures.get(int(seq))
 

@@ -63,9 +63,7 @@ def decode_pass(body: bytes) -> PassRequest:
         elif number == 7:
             key, setting = _entry(value)
             settings[key] = _decode_setting(protobuf.message(setting), key)
-    return PassRequest(
-        model_id, seq_id, tuple(data), loss, settings or old_settings, forward_only
-    )
+    return PassRequest(model_id, seq_id, tuple(data), loss, settings or old_settings, forward_only)
 
 
 def request_address(body: bytes) -> tuple[str, int]:
