@@ -20,7 +20,7 @@ FLOORS = (
     (("learner",),),
     (("sampling",),),
     (("planning",),),
-    (("saved_policy",),),
+    (("saved_policy",), ("training_api",)),
     (("serving",),),
     (("trainer",), ("viewer",)),
     (("program",),),

@@ -1,6 +1,7 @@
 """AdamW whose numbers are inputs of a compiled program, for callers that change them each step.
 
-The jobs' optimizer (`optimizer.make_optimizer`) compiles its numbers in; the arithmetic is the same.
+The jobs' optimizer (`optimizer.make_optimizer`) has its numbers compiled in, and the same
+arithmetic.
 """
 
 import dataclasses

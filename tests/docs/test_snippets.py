@@ -14,8 +14,9 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^( *)```(python|json)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 
 
-# The log tells what was on its day. A client of a server: see tests/serving/test_server.py.
-ELSEWHERE = ("log.md", "serving.md")
+# The log tells what was on its day. A client of a server: see tests/serving/test_server.py. Of the
+# training service: tests/serving/training_service/test_sdk.py, and tests/training_api/.
+ELSEWHERE = ("log.md", "serving.md", "service.md")
 
 
 def blocks(path):

@@ -27,6 +27,8 @@ from jaxrl_llm.serving.training_service.trained_model import (
 from jaxrl_llm.storage import files
 from jaxrl_llm.training_api.policy_base import PolicyBase
 
+# Tinker's losses that this server does not have; ours of one of these names is another.
+_OTHER_LOSSES = frozenset({"gspo", "stable_reinforce", "custom"})
 # Operations after which the state is saved: those that change weights or the optimizer.
 _CHANGES_STATE = frozenset({"create_model", "load_weights", "optim_step"})
 
@@ -58,6 +60,8 @@ class ModelOperations:
         session = model.load_session(self._base)
         if operation.kind == PASS:
             request = wire.decode_pass(operation.body)
+            if request.loss in _OTHER_LOSSES:
+                raise UnsupportedError(f"loss_fn: {request.loss!r} is not supported by this server")
             run = session.forward if request.forward_only else session.forward_backward
             result = run(request.data, request.loss, request.settings)
             return Outcome("protobuf", wire.encode_pass_result(result)), False

@@ -182,7 +182,8 @@ def training_routes(service: TrainingService) -> fastapi.APIRouter:
         session_id = uuid.uuid4().hex
         record = {"owner": owner, "created": now(), **body.model_dump()}
         await guarded(records.write_session, session_id, record)
-        return {"type": "create_session", "session_id": session_id}
+        reply = {"type": "create_session", "session_id": session_id}
+        return {**reply, "warning_message": _UNEMBED_WARNING}  # train_unembed is the SDK's default
 
     @router.post("/session_heartbeat")
     async def session_heartbeat(request: fastapi.Request) -> Json:

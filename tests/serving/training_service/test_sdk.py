@@ -145,8 +145,35 @@ def test_policy_losses_and_their_settings(client):
         assert passed.metrics["loss:sum"] == pytest.approx(value, rel=1e-4), loss
     with pytest.raises(tinker.RequestFailedError, match="no setting 'clip'; it has clip_low"):
         training.forward_backward(data, "ppo", {"clip": 0.1}).result()
-    with pytest.raises(tinker.RequestFailedError, match="loss 'gspo_x': not known"):
-        training.forward_backward(data, "gspo_x").result()
+    with pytest.raises(tinker.RequestFailedError, match="'gspo' is not supported"):
+        training.forward_backward(data, "gspo").result()
+
+
+@pytest.mark.parity
+def test_losses_of_the_client_in_torch_have_the_gradient_of_the_servers(client):
+    """Importance sampling, computed by torch from log-probs, and by name: the same updates."""
+    torch = pytest.importorskip("torch")
+    old, advantages = [-3.0] * 7, [1.0, -1.0] * 3 + [2.0]
+
+    def loss(data, log_probs):
+        total = sum(
+            -(torch.exp(each - torch.tensor(old)) * torch.tensor(advantages)).sum()
+            for each in log_probs
+        )
+        return total, {"mine": float(total)}
+
+    results = []
+    for is_custom in (True, False):
+        training = client.create_lora_training_client("base", rank=2, seed=5).result()
+        for _ in range(3):
+            if is_custom:
+                passed = training.forward_backward_custom([datum(TOKENS)], loss)
+            else:
+                data = [datum(TOKENS, advantages=advantages, logprobs=old)]
+                passed = training.forward_backward(data, "importance_sampling")
+            training.optim_step(ADAM).result()
+        results.append(passed.result().metrics["loss:sum"])
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
 
 
 def test_checkpoints_are_saved_loaded_listed_downloaded_and_deleted(client, service_url):
