@@ -124,7 +124,7 @@ LossName = str | AlgorithmConfig | Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class TokenInputs:
-    """What a loss of a microbatch may read: [b, T] arrays, and counts of the whole pass."""
+    """The inputs of a loss of a microbatch: [b, T] arrays, and counts of the whole pass."""
 
     log_probs: PerToken
     entropies: PerToken
@@ -173,7 +173,7 @@ def resolve_loss(loss: LossName, algorithm: AlgorithmConfig) -> Loss:
       LossError, FunctionError: If there is no such loss.
     """
     if isinstance(loss, str) and loss in SUMMED_LOSSES:
-        return _summed(loss)
+        return _summed_loss(loss)
     if isinstance(loss, AlgorithmConfig):
         return _objective(requirements.with_loss_defaults(loss), repr(loss))
     if loss == CONFIGURED:
@@ -187,7 +187,7 @@ def resolve_loss(loss: LossName, algorithm: AlgorithmConfig) -> Loss:
     raise LossError(f"loss {loss!r:.100}: not known; use {known}, or a function")
 
 
-def _summed(name: str) -> Loss:
+def _summed_loss(name: str) -> Loss:
     function = SUMMED_LOSSES[name]
     required = parameters_of(function).required
 

@@ -1,8 +1,8 @@
-"""The loop of docs/service.md learns the task of `grpo_tiny`, after a warm start by cross-entropy."""
+"""The loop of docs/service.md learns the task of `grpo_tiny`, after a warm start."""
 
-import importlib
 import pathlib
 import re
+import runpy
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def documented_loop():
 
 
 def make_config():
-    config = importlib.import_module("configs.grpo_tiny").get_config()
+    config = runpy.run_path(str(ROOT / "configs" / "grpo_tiny.py"))["get_config"]()
     config.trainer.max_tokens_per_microbatch = 16_384
     config.algorithm.kl_coef = 0.0  # the loop has no reference
     return config
@@ -65,5 +65,5 @@ def test_the_loop_of_the_document_learns_as_the_job_does():
         curve = documented_loop()(session, prompts, answers, steps=100)
     first, last = np.mean(curve[:5]), np.mean(curve[-5:])
     print(f"warm start {loss:.3f}; reward {first:.2f} to {last:.2f}; {np.round(curve[::10], 2)}")
-    # The job: 0.4 after its warm start, 0.95 and more after 100 steps.
+    # The job, on held-out prompts, three seeds: 0.44 to 0.50, then 0.92 to 0.98 (docs/results.md).
     assert last > 0.9 and last > first + 0.2

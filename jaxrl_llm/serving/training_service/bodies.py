@@ -129,7 +129,7 @@ class SaveExternalBody(_Body):
     age_encryption_recipients: list[str] | None = None
 
 
-class LoadBody(_Body):
+class LoadWeightsBody(_Body):
     """`POST load_weights`: into a model, or as a new one of a session."""
 
     path: str

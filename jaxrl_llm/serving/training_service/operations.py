@@ -1,4 +1,4 @@
-"""What a request of a training client does to its model."""
+"""The operations of a training client on its model."""
 
 import datetime
 import json
@@ -16,13 +16,13 @@ from jaxrl_llm.serving.training_service.records import (
     Records,
     checked_name,
     folder_bytes,
-    now,
+    utc_time,
 )
 from jaxrl_llm.serving.training_service.trained_model import (
     PASS,
-    Operation,
     Outcome,
     TrainedModel,
+    TrainingOperation,
 )
 from jaxrl_llm.storage import files
 from jaxrl_llm.training_api.policy_base import PolicyBase
@@ -44,14 +44,16 @@ class ModelOperations:
         self._base, self._records = base, records
         self._operations: Mapping[str, tuple[Any, Callable[..., Json]]] = {
             "create_model": (bodies.CreateModelBody, self._create),
-            "load_weights": (bodies.LoadBody, self._load),
+            "load_weights": (bodies.LoadWeightsBody, self._load),
             "optim_step": (bodies.OptimStepBody, self._optim_step),
             "save_weights": (bodies.SaveBody, self._save),
             "save_weights_for_sampler": (bodies.SaveForSamplerBody, self._save_for_sampler),
             "save_weights_external": (bodies.SaveExternalBody, self._save_external),
         }
 
-    def run(self, model: TrainedModel, operation: Operation, seq: int) -> tuple[Outcome, bool]:
+    def run(
+        self, model: TrainedModel, operation: TrainingOperation, seq: int
+    ) -> tuple[Outcome, bool]:
         """The result of an operation, and whether the model's state has to be saved.
 
         Raises:
@@ -73,7 +75,7 @@ class ModelOperations:
     def _create(self, model: TrainedModel, body: bodies.CreateModelBody, seq: int) -> Json:
         return {"model_id": model.id, "type": "create_model"}
 
-    def _load(self, model: TrainedModel, body: bodies.LoadBody, seq: int) -> Json:
+    def _load(self, model: TrainedModel, body: bodies.LoadWeightsBody, seq: int) -> Json:
         if body.weights_access_token:
             raise UnsupportedError("weights_access_token: not supported by this server")
         path = CheckpointPath.parse(body.path)
@@ -170,7 +172,7 @@ class ModelOperations:
         return {
             **record,
             "seq_id": seq,
-            "time": now(),
+            "time": utc_time(),
             "size_bytes": folder_bytes(self._records.checkpoint_folder(path)),
             "user_metadata": body.get("user_metadata"),
             "expires_at": expires,

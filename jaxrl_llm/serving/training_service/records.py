@@ -40,7 +40,7 @@ class RecordError(UserError, ValueError):
     """A name or a path has another form."""
 
 
-def now() -> str:
+def utc_time() -> str:
     """The time in UTC, as JSON has it."""
     return datetime.datetime.now(datetime.UTC).isoformat()
 

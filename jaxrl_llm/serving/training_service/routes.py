@@ -23,15 +23,15 @@ from jaxrl_llm.serving.training_service.records import (
     Json,
     RecordNotFoundError,
     Records,
-    now,
+    utc_time,
 )
 from jaxrl_llm.serving.training_service.sample_futures import SampleFutures, sampler_path
 from jaxrl_llm.serving.training_service.sampler_pool import SamplersBusyError
 from jaxrl_llm.serving.training_service.trained_model import (
     PASS,
-    Operation,
     Outcome,
     TrainedModel,
+    TrainingOperation,
     lora_config,
 )
 from jaxrl_llm.serving.training_service.training_queue import QueueFullError, TrainingQueue
@@ -130,7 +130,7 @@ def training_routes(service: TrainingService) -> fastapi.APIRouter:
         service.served,
     )
 
-    async def parsed(request: fastapi.Request, kind: type[_Body]) -> _Body:
+    async def parse_body(request: fastapi.Request, kind: type[_Body]) -> _Body:
         try:
             return kind.model_validate_json(await request.body())
         except pydantic.ValidationError as error:
@@ -178,16 +178,16 @@ def training_routes(service: TrainingService) -> fastapi.APIRouter:
 
     @router.post("/create_session")
     async def create_session(request: fastapi.Request) -> Json:
-        owner, body = service.owner(request), await parsed(request, bodies.SessionBody)
+        owner, body = service.owner(request), await parse_body(request, bodies.SessionBody)
         session_id = uuid.uuid4().hex
-        record = {"owner": owner, "created": now(), **body.model_dump()}
+        record = {"owner": owner, "created": utc_time(), **body.model_dump()}
         await guarded(records.write_session, session_id, record)
         reply = {"type": "create_session", "session_id": session_id}
         return {**reply, "warning_message": _UNEMBED_WARNING}  # train_unembed is the SDK's default
 
     @router.post("/session_heartbeat")
     async def session_heartbeat(request: fastapi.Request) -> Json:
-        owner, body = service.owner(request), await parsed(request, bodies.HeartbeatBody)
+        owner, body = service.owner(request), await parse_body(request, bodies.HeartbeatBody)
         await guarded(records.session, owner, body.session_id)
         return {"type": "session_heartbeat"}
 
@@ -217,7 +217,7 @@ def training_routes(service: TrainingService) -> fastapi.APIRouter:
 
     @router.post("/create_model")
     async def create_model(request: fastapi.Request) -> Json:
-        owner, body = service.owner(request), await parsed(request, bodies.CreateModelBody)
+        owner, body = service.owner(request), await parse_body(request, bodies.CreateModelBody)
         lora = service.lora(body)
         assert body.lora_config is not None
         seed = secrets.randbits(31) if body.lora_config.seed is None else body.lora_config.seed
@@ -231,7 +231,7 @@ def training_routes(service: TrainingService) -> fastapi.APIRouter:
         number: int,
         lora: LoraConfig,
         seed: int,
-        body: bodies.CreateModelBody | bodies.LoadBody,
+        body: bodies.CreateModelBody | bodies.LoadWeightsBody,
         kind: str,
     ) -> Json:
         """Adds a model to a session, and queues its first operation."""
@@ -244,16 +244,16 @@ def training_routes(service: TrainingService) -> fastapi.APIRouter:
             "base_model": served.name,
             "lora": shapes,
             "seed": seed,
-            "created": now(),
+            "created": utc_time(),
             "user_metadata": body.user_metadata,
         }
-        operation = Operation(kind, body.model_dump_json().encode())
+        operation = TrainingOperation(kind, body.model_dump_json().encode())
         await guarded(queue.create, model_id, record, operation)
         return {"request_id": f"{model_id}:0", "model_id": model_id}
 
     @router.post("/get_info")
     async def get_info(request: fastapi.Request) -> Json:
-        owner, body = service.owner(request), await parsed(request, bodies.ModelBody)
+        owner, body = service.owner(request), await parse_body(request, bodies.ModelBody)
         model = await guarded(queue.model, owner, body.model_id)
         return {
             "type": "get_info",
@@ -277,13 +277,15 @@ def training_routes(service: TrainingService) -> fastapi.APIRouter:
             raise ApiError(415, "content-encoding: not supported by this server; send none")
         body = await request.body()
         model_id, seq = await guarded(wire.request_address, body)
-        request_id = await guarded(queue.submit, owner, model_id, seq, Operation(PASS, body))
+        request_id = await guarded(
+            queue.submit, owner, model_id, seq, TrainingOperation(PASS, body)
+        )
         return {"request_id": request_id, "model_id": model_id}
 
     async def submit(request: fastapi.Request, kind: str) -> Json:
         """Queues an operation. Its body is read in its turn: an error takes its number too."""
-        owner, body = service.owner(request), await parsed(request, _Address)
-        operation = Operation(kind, await request.body())
+        owner, body = service.owner(request), await parse_body(request, _Address)
+        operation = TrainingOperation(kind, await request.body())
         request_id = await guarded(queue.submit, owner, body.model_id, body.seq_id, operation)
         return {"request_id": request_id, "model_id": body.model_id}
 
@@ -298,7 +300,7 @@ def training_routes(service: TrainingService) -> fastapi.APIRouter:
 
     @router.post("/load_weights")
     async def load_weights(request: fastapi.Request) -> Json:
-        owner, body = service.owner(request), await parsed(request, bodies.LoadBody)
+        owner, body = service.owner(request), await parse_body(request, bodies.LoadWeightsBody)
         if body.model_id is not None:
             return await submit(request, "load_weights")
         if body.session_id is None or body.model_seq_id is None:
@@ -317,7 +319,7 @@ def training_routes(service: TrainingService) -> fastapi.APIRouter:
 
     @router.post("/create_sampling_session")
     async def create_sampling_session(request: fastapi.Request) -> Json:
-        owner, body = service.owner(request), await parsed(request, bodies.SamplingSessionBody)
+        owner, body = service.owner(request), await parse_body(request, bodies.SamplingSessionBody)
         await guarded(records.session, owner, body.session_id)
         if body.base_model not in (None, served.name):
             raise ApiError(
@@ -342,7 +344,7 @@ def training_routes(service: TrainingService) -> fastapi.APIRouter:
 
     @router.post("/asample")
     async def asample(request: fastapi.Request) -> Json:
-        owner, body = service.owner(request), await parsed(request, bodies.SampleBody)
+        owner, body = service.owner(request), await parse_body(request, bodies.SampleBody)
         try:
             request_id, count = await samples.start(owner, body)
         except UserError as error:
@@ -352,7 +354,7 @@ def training_routes(service: TrainingService) -> fastapi.APIRouter:
 
     @router.post("/cancel_future")
     async def cancel_future(request: fastapi.Request) -> Json:
-        owner, body = service.owner(request), await parsed(request, bodies.FutureBody)
+        owner, body = service.owner(request), await parse_body(request, bodies.FutureBody)
         try:
             samples.cancel(owner, body.request_id)
         except UserError as error:
@@ -363,7 +365,7 @@ def training_routes(service: TrainingService) -> fastapi.APIRouter:
 
     @router.post("/retrieve_future")
     async def retrieve_future(request: fastapi.Request) -> Response:
-        owner, body = service.owner(request), await parsed(request, bodies.FutureBody)
+        owner, body = service.owner(request), await parse_body(request, bodies.FutureBody)
         is_sample = ":sample:" in body.request_id
         find: Any = samples.future if is_sample else queue.future
         try:
@@ -414,7 +416,7 @@ def training_routes(service: TrainingService) -> fastapi.APIRouter:
 
     @router.post("/weights_info")
     async def weights_info(request: fastapi.Request) -> Json:
-        owner, body = service.owner(request), await parsed(request, bodies.WeightsInfoBody)
+        owner, body = service.owner(request), await parse_body(request, bodies.WeightsInfoBody)
         record = await guarded(_checkpoint, records, owner, body.tinker_path)
         targets = record["lora"]["targets"]
         return {
@@ -471,7 +473,7 @@ def training_routes(service: TrainingService) -> fastapi.APIRouter:
 
 
 class _Address(pydantic.BaseModel):
-    """What every operation on a model begins with."""
+    """The fields that every operation on a model has."""
 
     model_config = pydantic.ConfigDict(extra="ignore", protected_namespaces=())
     model_id: str = pydantic.Field(max_length=160)

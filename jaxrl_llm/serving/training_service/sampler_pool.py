@@ -153,7 +153,7 @@ class SampleRun:
             self._driver.cancel(self._ticket)
             raise
         samples = [
-            wire.SampledTokens(c.tokens, c.log_probs, c.finish_reason, c.top_log_probs)
+            wire.FinishedSample(c.tokens, c.log_probs, c.finish_reason, c.top_log_probs)
             for c in self._completions
         ]
         return wire.encode_samples(samples, _sampled_prompt(self._prompt, self._body))

@@ -24,7 +24,7 @@ NUM_RESULTS = 256
 PASS = "pass"  # kind of the requests whose body is protobuf, not JSON
 
 
-class Operation(NamedTuple):
+class TrainingOperation(NamedTuple):
     """A request of a client."""
 
     kind: str  # "pass", or the endpoint
@@ -63,7 +63,7 @@ class TrainedModel:
         self.next_seq = self.saved_seq = 0
         self.snapshot = ""  # folder of the state
         self.futures: dict[int, concurrent.futures.Future[Outcome]] = {}
-        self.pending: dict[int, Operation] = {}
+        self.pending: dict[int, TrainingOperation] = {}
         if (current := folder / "current.json").is_file():
             values = json.loads(current.read_text())
             self.next_seq = self.saved_seq = values["next_seq"]
@@ -73,7 +73,7 @@ class TrainedModel:
                 self._queue(int(name), self._read_operation(int(name)))
         for name in files.names(folder / "results"):
             if name.isdecimal() and int(name) < self.next_seq:
-                self._finished(int(name)).set_result(self._read_result(int(name)))
+                self._future(int(name)).set_result(self._read_result(int(name)))
 
     @property
     def owner(self) -> str:
@@ -89,27 +89,27 @@ class TrainedModel:
         """Whether the next request has come."""
         return self.next_seq in self.pending
 
-    def submit(self, seq: int, operation: Operation) -> None:
+    def submit(self, seq: int, operation: TrainingOperation) -> None:
         """Accepts a request; one that came before is not done again."""
         if seq >= self.next_seq and seq not in self.pending:
             line = operation.kind.encode() + b"\n" + operation.body
             files.replace_bytes(self.folder / "journal" / str(seq), line)
             self._queue(seq, operation)
 
-    def _queue(self, seq: int, operation: Operation) -> None:
+    def _queue(self, seq: int, operation: TrainingOperation) -> None:
         self.pending[seq] = operation
-        self._finished(seq)
+        self._future(seq)
 
-    def _finished(self, seq: int) -> "concurrent.futures.Future[Outcome]":
+    def _future(self, seq: int) -> "concurrent.futures.Future[Outcome]":
         return self.futures.setdefault(seq, concurrent.futures.Future())
 
     def kind_of(self, seq: int) -> str:
         """The kind of a request that is not yet done; "" if it is done, or has not come."""
         return self.pending[seq].kind if seq in self.pending else ""
 
-    def _read_operation(self, seq: int) -> Operation:
+    def _read_operation(self, seq: int) -> TrainingOperation:
         kind, _, body = (self.folder / "journal" / str(seq)).read_bytes().partition(b"\n")
-        return Operation(kind.decode(), body)
+        return TrainingOperation(kind.decode(), body)
 
     def _read_result(self, seq: int) -> Outcome:
         kind, _, content = (self.folder / "results" / str(seq)).read_bytes().partition(b"\n")
@@ -152,7 +152,7 @@ class TrainedModel:
         """Hands over the result of a request, which is written."""
         self.next_seq = seq + 1
         del self.pending[seq]
-        self._finished(seq).set_result(outcome)
+        self._future(seq).set_result(outcome)
 
     def _prune(self, old_snapshot: str) -> None:
         """Deletes what is older than the state; a kill in between leaves files without effect."""

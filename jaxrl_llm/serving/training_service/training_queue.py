@@ -12,7 +12,11 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.serving.training_service.bodies import validation_problem
 from jaxrl_llm.serving.training_service.operations import ModelOperations
 from jaxrl_llm.serving.training_service.records import Json, RecordNotFoundError, Records
-from jaxrl_llm.serving.training_service.trained_model import Operation, Outcome, TrainedModel
+from jaxrl_llm.serving.training_service.trained_model import (
+    Outcome,
+    TrainedModel,
+    TrainingOperation,
+)
 from jaxrl_llm.training_api.policy_base import PolicyBase
 
 MAX_PENDING = 1024  # requests of a model that wait
@@ -61,7 +65,7 @@ class TrainingQueue:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def create(self, model_id: str, record: Json, operation: Operation) -> None:
+    def create(self, model_id: str, record: Json, operation: TrainingOperation) -> None:
         """Adds a model, whose first request is `operation`; no-op if it exists."""
         with self._changed:
             if model_id not in self._turns:
@@ -81,7 +85,7 @@ class TrainingQueue:
         with self._changed:
             return [model for model in self._turns.values() if model.owner == owner]
 
-    def submit(self, owner: str, model_id: str, seq: int, operation: Operation) -> str:
+    def submit(self, owner: str, model_id: str, seq: int, operation: TrainingOperation) -> str:
         """Accepts a request; returns its id, which is the same for a retry.
 
         Raises:

@@ -106,7 +106,9 @@ def _decode_datum(data: bytes, where: str) -> Datum:
         elif number == 2:
             name, tensor = _entry(value)
             inputs[name] = _decode_tensor(protobuf.message(tensor), f"{where}.{name}")
-    return _shifted(np.concatenate(tokens) if tokens else np.zeros(0, np.int32), inputs, where)
+    return _next_token_datum(
+        np.concatenate(tokens) if tokens else np.zeros(0, np.int32), inputs, where
+    )
 
 
 def _decode_tensor(data: bytes, where: str) -> np.ndarray:
@@ -138,7 +140,7 @@ def _decode_tensor(data: bytes, where: str) -> np.ndarray:
     return array
 
 
-def _shifted(tokens: np.ndarray, inputs: Mapping[str, np.ndarray], where: str) -> Datum:
+def _next_token_datum(tokens: np.ndarray, inputs: Mapping[str, np.ndarray], where: str) -> Datum:
     """A datum whose index t is about token t, from one whose index t is about the next token.
 
     The model reads the inputs and the last target, which predicts nothing.
@@ -183,7 +185,7 @@ def encode_pass_result(result: PassResult) -> bytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class SampledTokens:
+class FinishedSample:
     """A finished sample."""
 
     tokens: Sequence[int]
@@ -201,7 +203,7 @@ class SampledPrompt:
     top_log_probs: np.ndarray  # [tokens, k]
 
 
-def encode_samples(samples: Sequence[SampledTokens], prompt: SampledPrompt | None) -> bytes:
+def encode_samples(samples: Sequence[FinishedSample], prompt: SampledPrompt | None) -> bytes:
     """Encodes a `SampleResponse`."""
     parts: list[tuple[int, int | float | str | bytes]] = []
     for sample in samples:

@@ -19,7 +19,7 @@ from jaxrl_llm import saved_policy
 from jaxrl_llm.serving.training_service import protobuf, service, trained_model
 from jaxrl_llm.serving.training_service.operations import ModelOperations
 from jaxrl_llm.serving.training_service.records import Records
-from jaxrl_llm.serving.training_service.trained_model import PASS, Operation, TrainedModel
+from jaxrl_llm.serving.training_service.trained_model import PASS, TrainedModel, TrainingOperation
 from jaxrl_llm.serving.training_service.training_queue import TrainingQueue
 
 MODEL, OWNER = "session:train:0", "owner"
@@ -54,8 +54,8 @@ def step_body(seq):
 
 
 OPERATIONS = {
-    **{seq: Operation(PASS, pass_body(seq)) for seq in (1, 2, 4, 5)},
-    **{seq: Operation("optim_step", step_body(seq)) for seq in (3, 6)},
+    **{seq: TrainingOperation(PASS, pass_body(seq)) for seq in (1, 2, 4, 5)},
+    **{seq: TrainingOperation("optim_step", step_body(seq)) for seq in (3, 6)},
 }
 
 
@@ -90,7 +90,7 @@ def main(model, state, point, seq):
     queue = TrainingQueue(base, Records(pathlib.Path(state)), 2)
     queue.start()
     body = {"session_id": "session", "model_seq_id": 0, "base_model": "base"}
-    queue.create(MODEL, RECORD, Operation("create_model", json.dumps(body).encode()))
+    queue.create(MODEL, RECORD, TrainingOperation("create_model", json.dumps(body).encode()))
     for number, operation in OPERATIONS.items():
         queue.submit(OWNER, MODEL, number, operation)
     digest = hashlib.sha256()
