@@ -209,7 +209,7 @@ def _objective(algorithm: AlgorithmConfig, key: str) -> Loss:
             f"loss {algorithm.policy_loss!r}: selects tokens of the whole minibatch in a pass of"
             " its own, which only jobs do; choose another"
         )
-    if algorithm.kl_in == "loss":
+    if algorithm.kl_in == "loss" and algorithm.kl_coef:
         required = frozenset({"advantages", "ref_log_probs"})
     else:
         required = frozenset({"advantages"})

@@ -39,7 +39,8 @@ class PolicyPrograms:
         abstract = weights.abstract_trained(network, models.mesh)
         shardings: Any = jax.tree.map(lambda a: a.sharding, abstract)
         moments: Any = optax.ScaleByAdamState(self._replicated, shardings, shardings)
-        self._shardings = Trainable(shardings, moments, self._replicated)
+        replicated: Any = self._replicated
+        self._shardings = Trainable(shardings, moments, replicated)
 
     def initial_state(self, params: Params) -> Trainable:
         """Parameters with moments of zeros."""

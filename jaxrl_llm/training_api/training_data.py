@@ -30,12 +30,14 @@ class Datum:
     log-prob, and its numbers have no effect.
     """
 
-    tokens: Sequence[int]  # prompt and response, T of them
+    tokens: Sequence[int] | Int[np.ndarray, " T"]  # prompt and response, T of them
     # By name, [T] each: "weights", "advantages", "old_log_probs", or as a loss of yours names them.
     # "mask" has the tokens of the loss, by default all.
-    fields: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+    fields: Mapping[str, Sequence[float] | Float[np.ndarray, " T"]] = dataclasses.field(
+        default_factory=dict
+    )
     # Tokens that are scored in the place of `tokens`, which the model still reads; (): `tokens`.
-    targets: Sequence[int] = ()
+    targets: Sequence[int] | Int[np.ndarray, " T"] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +85,7 @@ def make_batch(
             fields[name][i, :length] = datum.fields[name]
     packed = packer.pack(lengths, np.arange(len(data)), width=width)
     # Still on the host: the jitted program transfers them.
-    arrays: tuple[Any, ...] = tokens, targets, lengths, mask, fields
+    arrays: tuple[Any, Any, Any, Any, Any] = tokens, targets, lengths, mask, fields
     return TrainingBatch(*arrays, packed)
 
 

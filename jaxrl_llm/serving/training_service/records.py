@@ -181,10 +181,9 @@ class Records:
 
 
 def _is_expired(record: Json) -> bool:
-    expires = record.get("expires_at")
-    return bool(expires) and datetime.datetime.fromisoformat(expires) < datetime.datetime.now(
-        datetime.UTC
-    )
+    if not (expires := record.get("expires_at")):
+        return False
+    return datetime.datetime.fromisoformat(expires) < datetime.datetime.now(datetime.UTC)
 
 
 def folder_bytes(folder: pathlib.Path) -> int:
