@@ -29,6 +29,7 @@ from jaxrl_llm.training_api.policy_base import PolicyBase
 
 # Tinker's losses that this server does not have; ours of one of these names is another.
 _OTHER_LOSSES = frozenset({"gspo", "stable_reinforce", "custom"})
+_MAX_JOURNAL = 128  # requests after which the state is saved anyway, unless it has gradients
 # Operations after which the state is saved: those that change weights or the optimizer.
 _CHANGES_STATE = frozenset({"create_model", "load_weights", "optim_step"})
 
@@ -66,7 +67,10 @@ class ModelOperations:
                 raise UnsupportedError(f"loss_fn: {request.loss!r} is not supported by this server")
             run = session.forward if request.forward_only else session.forward_backward
             result = run(request.data, request.loss, request.settings)
-            return Outcome("protobuf", wire.encode_pass_result(result)), False
+            outcome = Outcome("protobuf", wire.encode_pass_result(result))
+            # The journal of a client that only evaluates does not grow without end.
+            is_long = seq - model.saved_seq >= _MAX_JOURNAL and not session.has_gradients
+            return outcome, is_long
         kind, run_operation = self._operations[operation.kind]
         body = kind.model_validate_json(operation.body)
         values = run_operation(model, body, seq)
@@ -111,6 +115,8 @@ class ModelOperations:
     ) -> Json:
         if body.kind == "inflight":
             raise UnsupportedError("kind='inflight': not supported by this server; use 'snapshot'")
+        if not body.path and body.sampling_session_seq_id is None:
+            raise RecordError("path: give a name, or sampling_session_seq_id for a sampler")
         name = body.path or f"sampler-{seq:06d}"
         path = self._write(model, body, seq, "sampler_weights", name)
         if body.path:

@@ -28,7 +28,7 @@ CHECKPOINT_TYPES: Mapping[str, str] = {
     "external_weights": "external",
 }
 _SCHEME = "tinker://"
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,160}")
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,159}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 

@@ -381,6 +381,8 @@ def training_routes(service: TrainingService) -> fastapi.APIRouter:
             return JSONResponse(
                 {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}, 408
             )
+        if future.cancelled():
+            raise ApiError(410, f"request {body.request_id!r}: cancelled")
         return _reply(future.result())
 
     # Checkpoints.

@@ -56,8 +56,8 @@ class SampleFutures:
             task = asyncio.create_task(self._run(owner, sampler.get("model_path"), body, started))
             self._tasks[request_id] = owner, task
             try:
-                await started
-            except BaseException:
+                await asyncio.shield(started)  # a client that leaves may ask again
+            except Exception:
                 self._tasks.pop(request_id, None)
                 raise
             self._drop_oldest()

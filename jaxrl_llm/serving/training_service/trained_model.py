@@ -20,7 +20,7 @@ from jaxrl_llm.training_api.policy_base import PolicyBase
 from jaxrl_llm.training_api.training_session import TrainingSession
 
 # Results kept for clients that ask again; those after the last state are all kept.
-NUM_RESULTS = 256
+NUM_RESULTS = 64
 PASS = "pass"  # kind of the requests whose body is protobuf, not JSON
 
 

@@ -20,6 +20,7 @@ from jaxrl_llm.serving.training_service.trained_model import (
 from jaxrl_llm.training_api.policy_base import PolicyBase
 
 MAX_PENDING = 1024  # requests of a model that wait
+_RETRY_S = 5.0  # between two attempts to write a result
 
 
 class QueueFullError(UserError, RuntimeError):
@@ -150,12 +151,29 @@ class TrainingQueue:
             # What it has left undone is not known: the state is read again.
             model.session = None
             outcome = Outcome.failure(f"{operation.kind}: {type(error).__name__}", "server")
-        model.write_outcome(seq, outcome, saves_state=saves_state)
+        while not self._is_written(model, seq, outcome, saves_state):
+            with self._changed:  # the disk may be full: nothing is answered before it is written
+                self._changed.wait_for(lambda: self._is_closed, _RETRY_S)
+                if self._is_closed:
+                    return
         with self._changed:
             model.finish(seq, outcome)
 
+    def _is_written(
+        self, model: TrainedModel, seq: int, outcome: Outcome, saves_state: bool
+    ) -> bool:
+        """Writes a result; false, with a log, if that failed."""
+        try:
+            model.write_outcome(seq, outcome, saves_state=saves_state)
+        except Exception:
+            logging.exception("request %d of %s is not written; tried again", seq, model.id)
+            return False
+        return True
+
     def _evict(self, wanted: TrainedModel) -> None:
         """Frees the memory of models that were used longest ago; their states are on disk."""
-        resident = [m for m in self._turns.values() if m.session is not None and m is not wanted]
+        with self._changed:
+            models = list(self._turns.values())
+        resident = [model for model in models if model.session is not None and model is not wanted]
         for model in resident[: max(0, len(resident) + 1 - self._max_resident)]:
             model.session = None
