@@ -183,6 +183,20 @@ MODELS |= {
             },
         },
     ),
+    "Qwen3-Next-80B-A3B": (
+        "Qwen3Next",
+        {
+            "max_position_embeddings": 262144,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000000.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+    ),
+    # The defaults of the classes.
+    "Qwen3.5": ("Qwen3_5Text", {}),
+    "Qwen3.5 with experts": ("Qwen3_5MoeText", {}),
 }
 # What transformers would put inside `text_config`, as the file on the hub has it: beside the rest.
 AS_PUBLISHED = {

@@ -99,7 +99,8 @@ def test_sft_by_the_command_resumes_and_is_the_same_as_by_a_call(start, tmp_path
         assert np.asarray(mine[name]).tobytes() == np.asarray(other[name]).tobytes(), name
 
     # The folder is that job's.
-    code, said = start(tmp_path / "whole", small, "--config.job=dpo")
+    (tmp_path / "sft.py").write_text(FILE.replace('"sft"', '"dpo"'))
+    code, said = start(tmp_path / "whole", small)
     assert code == 1 and "belongs to another run" in said and "config.job: 'dpo'" in said
 
 

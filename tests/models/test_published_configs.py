@@ -12,6 +12,7 @@ import pytest
 from jaxrl_llm.models.architecture import (
     Architecture,
     Experts,
+    GatedDeltaSizes,
     KeyIndexer,
     LatentAttentionSizes,
     LayerType,
@@ -21,6 +22,21 @@ from jaxrl_llm.models.architecture import (
 from jaxrl_llm.models.hf import config_reader, config_writer
 from jaxrl_llm.models.hf.config_reader import CheckpointFormatError
 from jaxrl_llm.models.hf.families import FAMILIES, MODEL_TYPE_ALIASES
+
+
+def hybrid(num_layers, experts):
+    """Three gated delta nets and an attention layer in turn, of Qwen3-Next and Qwen3.5."""
+    mixes = LayerType(mixer="gated_delta", rope="none", experts=experts)
+    return {
+        "layers": (mixes, mixes, mixes, LayerType(experts=experts)) * (num_layers // 4),
+        "gated_delta": GatedDeltaSizes(16, 32, 128, 128),
+        "rope_size": 64,
+        "qk_norm": True,
+        "output_gate": True,
+        "norm_offset": 1.0,
+        **UNTIED,
+    }
+
 
 CONFIGS = json.loads((hf_checkpoints.GOLDENS / "configs.json").read_text())
 
@@ -317,6 +333,30 @@ SHAPES = {
         layers=EXPERTS,
         experts=Experts(256, 8, 1536, scores="sigmoid", selection_bias=True),
         **UNTIED,
+    ),
+    "Qwen3-Next-80B-A3B": shape(
+        "qwen3_next",
+        (151936, 2048, 5632),
+        (48, 16, 2, 256),
+        max_positions=262144,
+        rope_theta=1e7,
+        experts=Experts(512, 10, 512, shared_size=512, shared_gate=True),
+        **hybrid(48, experts=True),
+    ),
+    "Qwen3.5": shape(
+        "qwen3_5_text",
+        (248320, 4096, 12288),
+        (32, 16, 4, 256),
+        max_positions=32768,
+        **hybrid(32, experts=False),
+    ),
+    "Qwen3.5 with experts": shape(
+        "qwen3_5_moe_text",
+        (248320, 2048, 0),
+        (40, 16, 2, 256),
+        max_positions=32768,
+        experts=Experts(256, 8, 512, shared_size=512, shared_gate=True),
+        **hybrid(40, experts=True),
     ),
     "Qwen2.5-VL-7B": shape(
         "qwen2_5_vl",

@@ -9,6 +9,7 @@ import tiny
 from jaxrl_llm.config import RLConfig, RLTrainerConfig
 from jaxrl_llm.planning import plan_report, pool_placement
 from jaxrl_llm.planning.accelerators import GIB, Device
+from jaxrl_llm.planning.compiled_memory import CompiledProgram
 from jaxrl_llm.planning.memory_plan import Advice, MemoryPlan
 from jaxrl_llm.planning.run_setting import DEVICE_PARTS, MemoryParts, RunSetting
 from jaxrl_llm.sharding.mesh import AXES
@@ -63,9 +64,11 @@ def test_table_has_a_column_for_every_part():
 
 
 def test_table_compares_with_the_compiler():
-    lines = plan_report.memory_table(
-        PLAN, {"sample": 13 * GIB, "update_policy": "no compiler"}
-    ).splitlines()
+    compiled = {
+        "sample": CompiledProgram(13 * GIB),
+        "update_policy": CompiledProgram(problem="no compiler"),
+    }
+    lines = plan_report.memory_table(PLAN, compiled).splitlines()
     assert lines[0].endswith("compiler")
     assert lines[1].endswith("13.00") and lines[2].endswith("8.00  no compiler")
 

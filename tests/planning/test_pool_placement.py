@@ -8,6 +8,7 @@ import pytest
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.planning import memory_plan, plan_report, pool_placement, step_time
 from jaxrl_llm.planning.accelerators import DEVICES
+from jaxrl_llm.planning.compiled_memory import CompiledProgram
 from jaxrl_llm.planning.published_shapes import SHAPES
 from jaxrl_llm.planning.run_setting import ScoringModel
 
@@ -120,9 +121,8 @@ def test_reports_say_the_same():
         made, 3.0
     )
     assert plan_report.headline(made).startswith("16 x v5p (fsdp 16)")
-    assert plan_report.memory_table(made, {"train": made.peak_bytes}).count("\n") == len(
-        made.programs
-    )
+    compiled = {"train": CompiledProgram(made.peak_bytes)}
+    assert plan_report.memory_table(made, compiled).count("\n") == len(made.programs)
     assert plan_report.bar_chart(made).count("|") == len(made.programs) + 1
 
 
