@@ -78,13 +78,13 @@ def test_packed_sequences_are_those_alone():
     [
         ({"fsdp": 2, "tensor": 2, "sequence": 2}, "all_to_all"),
         *(
-            pytest.param(sizes, form, marks=pytest.mark.slow)
-            for sizes, form in (
-                ({"data": 2, "fsdp": 2}, "all_to_all"),
-                ({"tensor": 4}, "all_to_all"),
-                ({"sequence": 4}, "all_to_all"),
-                ({"sequence": 8}, "ring"),
-                ({"expert": 2, "fsdp": 2, "tensor": 2}, "all_to_all"),
+            pytest.param(sizes, form, marks=mark)
+            for mark, sizes, form in (
+                (pytest.mark.nightly, {"data": 2, "fsdp": 2}, "all_to_all"),
+                (pytest.mark.nightly, {"tensor": 4}, "all_to_all"),
+                (pytest.mark.nightly, {"sequence": 4}, "all_to_all"),
+                (pytest.mark.slow, {"sequence": 8}, "ring"),
+                (pytest.mark.slow, {"expert": 2, "fsdp": 2, "tensor": 2}, "all_to_all"),
             )
         ),
     ],
@@ -95,8 +95,16 @@ def test_meshes_do_not_matter(sizes, form):
     assert_close(gradient(network, tiny.make_mesh(**sizes)), expected())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", ["full", "attention", "projections", "dots"])
+@pytest.mark.parametrize(
+    "remat",
+    [
+        pytest.param("full", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("attention", "projections", "dots")
+        ),
+    ],
+)
 def test_recomputation_changes_nothing(remat):
     assert_close(gradient(dataclasses.replace(NETWORK, remat=remat), tiny.make_mesh()), expected())
 
