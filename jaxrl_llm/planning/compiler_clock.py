@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from jaxrl_llm.planning.accelerators import Device
+from jaxrl_llm.sharding import reshard
 
 Kind = Literal["compute", "kernel", "collective", "copy"]
 
@@ -35,15 +36,6 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+?(\d+)\w*)\[([\d,]*)\](?:\{[^}]*?(S\((\d)\))
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _COST = re.compile(r'"cost_estimate":\{([^}]*)\}')
 _COST_PART = re.compile(r'"(flops|bytes_accessed|transcendentals)":"?(\d+)"?')
-_GROUPS = re.compile(
-    r"replica_groups=(?:\[\d+,(?P<size>\d+)\]|\{\{(?P<list>[\d,]*)\}"
-    r"|\w*\[(?P<axes>[^\]]*)\][^{\n]*\{(?P<along>[^}]*)\})"
-)
-_COLLECTIVES = (
-    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"),
-    "ragged-all-to-all",
-)
-_COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 _HOST_SPACE = "5"
 
 
@@ -140,6 +132,7 @@ class _Program:
     entry: str
     computations: Mapping[str, Sequence[_Instruction]]
     frames: Mapping[str, str]  # id -> file:line
+    num_devices: int
 
     @classmethod
     def parse(cls, text: str) -> "_Program":
@@ -157,7 +150,9 @@ class _Program:
                 current = ""
             elif instruction := _parse_instruction(line):
                 computations[current].append(instruction)
-        return cls(entry, computations, _source_lines(text))
+        partitions = re.search(r"num_partitions=(\d+)", text)
+        num_devices = int(partitions.group(1)) if partitions else 1
+        return cls(entry, computations, _source_lines(text), num_devices)
 
     def place(self, instruction: _Instruction) -> Place:
         frame = re.search(r"stack_frame_id=(\d+)", instruction.line)
@@ -337,9 +332,14 @@ class _ScheduleWalk:
             return "compute", float(match.group(1))
         if "tpu_custom_call" in instruction.line:
             return "kernel", self._kernel_cycles(instruction)
-        if instruction.operation in _COLLECTIVES:
-            return "collective", self._collective_cycles(instruction, instruction.operation)
+        if received := self._received_bytes(instruction):
+            return "collective", received / self._rates.link_bytes
         return "compute", 0.0
+
+    def _received_bytes(self, instruction: _Instruction) -> float:
+        """Bytes that a device receives in a collective; 0 for other operations."""
+        found = reshard.collectives(instruction.line, self._program.num_devices)
+        return float(sum(collective.received_bytes for collective in found))
 
     def _kernel_cycles(self, instruction: _Instruction) -> float:
         cost = _COST.search(instruction.line)
@@ -354,15 +354,11 @@ class _ScheduleWalk:
 
     def _transfer_cost(self, instruction: _Instruction) -> tuple[Kind, float]:
         """Kind and cycles of what a `-start` begins."""
-        operation = instruction.operation.removesuffix("-start")
-        if operation == "async":  # a computation of one operation
-            match = re.search(rf"calls={_NAME}", instruction.line)
-            called = self._program.computations.get(match.group(1), ()) if match else ()
-            for inner in called:
-                if inner.operation in _COLLECTIVES:
-                    return "collective", self._collective_cycles(inner, inner.operation)
-        if operation in _COLLECTIVES:
-            return "collective", self._collective_cycles(instruction, operation)
+        match = re.search(rf"calls={_NAME}", instruction.line)
+        # An `async-start` names a computation of one operation.
+        called = self._program.computations.get(match.group(1), ()) if match else ()
+        if received := sum(map(self._received_bytes, (instruction, *called))):
+            return "collective", received / self._rates.link_bytes
         sizes = list(_array_bytes(instruction.result))
         arrays = [size for size, _ in sizes]
         is_host = any(space == _HOST_SPACE for _, space in sizes)
@@ -371,23 +367,6 @@ class _ScheduleWalk:
         moved = min(arrays[:2]) if arrays else 0.0
         return "copy", moved / rate
 
-    def _collective_cycles(self, instruction: _Instruction, operation: str) -> float:
-        """Cycles of a collective over the links: what a device receives in a ring."""
-        arrays = [size for size, _ in _array_bytes(instruction.result)]
-        whole = max(arrays, default=0.0)
-        group = _group_size(instruction.line)
-        share = (group - 1) / group if group > 1 else 0.0
-        received = {
-            "all-gather": whole * share,
-            "all-reduce": 2 * whole * share,
-            # The result is one shard of what is reduced.
-            "reduce-scatter": min(arrays, default=0.0) * (group - 1),
-            "all-to-all": sum(arrays) * share,
-            "ragged-all-to-all": whole * share,
-            "collective-permute": min(arrays, default=0.0),
-        }[operation]
-        return received / self._rates.link_bytes
-
 
 def _array_bytes(types: str) -> Iterator[tuple[float, str]]:
     """Bytes and memory space of the arrays in a type, but for single numbers."""
@@ -395,17 +374,3 @@ def _array_bytes(types: str) -> Iterator[tuple[float, str]]:
         sizes = [int(size) for size in dims.split(",") if size]
         if sizes:
             yield math.prod(sizes) * (1.0 if kind == "pred" else int(bits) / 8), space
-
-
-def _group_size(line: str) -> int:
-    """The number of devices in each group of a collective; 1 if all of them are unknown."""
-    match = _GROUPS.search(line)
-    if match is None:
-        pairs = re.search(r"source_target_pairs=\{", line)
-        return 2 if pairs else 1
-    if match["size"]:
-        return int(match["size"])
-    if match["list"] is not None:
-        return len(match["list"].split(","))
-    sizes = dict(re.findall(r"'([^']+)'=(\d+)", match["axes"]))
-    return math.prod(int(sizes[axis]) for axis in re.findall(r"'([^']+)'", match["along"]))

@@ -294,15 +294,18 @@ class Collective:
     received_bytes: int  # by each device; an all-reduce is a reduce-scatter and an all-gather
 
 
-def collectives(hlo: str) -> Iterator[Collective]:
+def collectives(hlo: str, num_devices: int = 0) -> Iterator[Collective]:
     """Yields the collectives in the HLO text of a compiled program, once per occurrence.
+
+    `num_devices` is for a part of a program; 0: the head of the text tells it.
 
     >>> line = "%a = bf16[8,4]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], dimensions={0}"
     >>> [(c.kind, c.received_bytes) for c in collectives(line)]
     [('all-gather', 48)]
     """
-    partitions = re.search(r"num_partitions=(\d+)", hlo)
-    num_devices = int(partitions[1]) if partitions else 1
+    if not num_devices:
+        partitions = re.search(r"num_partitions=(\d+)", hlo)
+        num_devices = int(partitions[1]) if partitions else 1
     for match in _COLLECTIVE.finditer(hlo):
         arrays = [
             (dtype, math.prod(int(n) for n in dims.split(",") if n) * int(bits) // 8)
