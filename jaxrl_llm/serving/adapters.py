@@ -86,7 +86,6 @@ class AdapterPool:
           UserError: If there is no place for an adapter, or it does not fit the model.
         """
         self._base_name, self._policy, self._args = base_name, policy, args
-        self._sources = dict(sources)
         self.num_places = num_places or len(sources)
         if self.num_places < len(sources):
             raise AdapterError(
@@ -107,6 +106,7 @@ class AdapterPool:
         )
         for name, config in configs.items():
             self._check_fits(name, config)
+        self._first = {name: (address, configs[name]) for name, address in sources.items()}
         self._lock = threading.Lock()  # of names and places
         self._changes = threading.Lock()  # of the parameters: one change at a time
         self._adapters: dict[str, Adapter] = {}
@@ -166,8 +166,8 @@ class AdapterPool:
                     self.rank,
                     num_bytes / 1e6,
                 )
-                for name, address in self._sources.items():
-                    self._load(name, address)
+                for name, (address, config) in self._first.items():
+                    self._load(name, address, config)
             return self._params()
 
     def connect(self, update: Callable[[Params], None]) -> None:
@@ -183,7 +183,7 @@ class AdapterPool:
         with self._changes:
             config = self._read_config(name, address)
             self._check_fits(name, config)
-            self._load(name, address)
+            self._load(name, address, config)
             self._update(self._params())
             with self._lock:
                 return self._adapters[name]
@@ -222,7 +222,7 @@ class AdapterPool:
                 f" {', '.join(self.network.lora.targets)}; start it with this adapter"
             )
 
-    def _load(self, name: str, address: str) -> None:
+    def _load(self, name: str, address: str, config: LoraConfig) -> None:
         """Writes an adapter to a free place of the factors."""
         with self._lock:
             if name in self._adapters:
@@ -234,12 +234,9 @@ class AdapterPool:
                 )
             number = self._free.pop(0)
         try:
-            layers = self._read_factors(address)
             start = np.int32((number - 1) * self.rank)
-            self._factors = [
-                _write_place(old, new, start)
-                for old, new in zip(self._factors, layers, strict=True)
-            ]
+            new = self._read_factors(address, config)
+            self._factors = self._write_place(self._factors, new, start)
         except BaseException:
             with self._lock:
                 self._free.append(number)
@@ -249,12 +246,11 @@ class AdapterPool:
             slot = AdapterSlot(number, self._num_loaded)
             self._adapters[name] = Adapter(name, address, slot)
 
-    def _read_factors(self, address: str) -> list[Params]:
+    def _read_factors(self, address: str, config: LoraConfig) -> list[Params]:
         """The factors of an adapter by layer, of the full rank, multiplied by its scale.
 
         Projections of a layer that it does not change have zeros.
         """
-        config = peft_adapter.read_lora_config(address, self._policy)
         network = dataclasses.replace(self._policy, lora=config)
         replicated = mesh_lib.replicated(self._args.mesh)
         shardings = jax.tree.map(lambda _: replicated, network.abstract_adapters())
@@ -305,23 +301,26 @@ class AdapterPool:
             layers.append(jax.jit(zeros, out_shardings=shardings)())
         return layers
 
+    @functools.cached_property
+    def _write_place(self) -> Callable[[list[Params], list[Params], np.int32], list[Params]]:
+        """A program: factors with those of one place, from a column of A and row of B on.
+
+        Compiled once for all adapters. The engine may still use the old factors, so they are not
+        donated.
+        """
+
+        def write(path, place, factor, start):
+            is_a = path[-1].key == lora.FACTORS[0]
+            return jax.lax.dynamic_update_slice(place, factor, (0, start) if is_a else (start, 0))
+
+        def write_all(old, new, start):
+            return jax.tree_util.tree_map_with_path(
+                lambda path, place, factor: write(path, place, factor, start), old, new
+            )
+
+        shardings = jax.tree.map(lambda a: a.sharding, self._factors)
+        return jax.jit(write_all, out_shardings=shardings)
+
     def _params(self) -> Params:
         layers = zip(self._base["layers"], self._factors, strict=True)
         return {**self._base, "layers": tuple(lora.combine_params(*layer) for layer in layers)}
-
-
-def _write_place(old: Params, new: Params, start: np.int32) -> Params:
-    """`old` with the factors of one place; the columns of A and rows of B from `start` on.
-
-    The engine may still use `old`, so it is not donated.
-    """
-    shardings = jax.tree.map(lambda a: a.sharding, old)
-
-    def write(path, place, factor, start):
-        is_a = path[-1].key == lora.FACTORS[0]
-        return jax.lax.dynamic_update_slice(place, factor, (0, start) if is_a else (start, 0))
-
-    write_all = lambda old, new, start: jax.tree_util.tree_map_with_path(  # noqa: E731
-        lambda path, place, factor: write(path, place, factor, start), old, new
-    )
-    return jax.jit(write_all, out_shardings=shardings)(old, new, start)
