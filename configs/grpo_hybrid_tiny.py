@@ -1,8 +1,8 @@
 """GRPO on sums of digits with a hybrid model: gated delta nets, attention in every fourth layer.
 
-For two CPU cores. The run needs no files. It has a character tokenizer and a seeded task. A supervised warm start uses
-worked examples, half of which have an error. Then RL removes these errors. Held-out accuracy is
-measured with answers sampled at temperature 1.
+For two CPU cores. The run needs no files. It has a character tokenizer and a seeded task. A
+supervised warm start uses worked examples, half of which have an error. Then RL removes these
+errors. Held-out accuracy is measured with answers sampled at temperature 1.
 """
 
 from jaxrl_llm.config.bridge import default_config_dict

@@ -14,6 +14,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
+from jaxrl_llm.config import OptimizerConfig
+from jaxrl_llm.config.validation import Range, field_rules
 from jaxrl_llm.errors import UserError
 
 Tree = Any
@@ -35,18 +37,11 @@ class AdamWParams:
     max_grad_norm: float = math.inf  # clips the global norm of the gradient; inf: off
 
     def check(self) -> None:
-        """Raises AdamWError with the first number that is out of its range."""
-        rules = {
-            "learning_rate": (0.0 <= self.learning_rate <= 1000.0, "in [0, 1000]"),
-            "beta1": (0.0 <= self.beta1 <= 0.999999, "in [0, 0.999999]"),
-            "beta2": (0.0 <= self.beta2 <= 0.999999, "in [0, 0.999999]"),
-            "eps": (1e-18 <= self.eps <= 1000.0, "in [1e-18, 1000]"),
-            "weight_decay": (0.0 <= self.weight_decay <= 1000.0, "in [0, 1000]"),
-            "max_grad_norm": (self.max_grad_norm > 0.0, "in (0, inf] (inf: off)"),
-        }
-        for name, (holds, rule) in rules.items():
-            if not holds:  # NaN fails every comparison
-                raise AdamWError(f"optimizer: {name} is {getattr(self, name)!r}; use one {rule}")
+        """Raises AdamWError with the first number outside the range that it has in a config."""
+        rules = {n: rule for n, rule, _ in field_rules(OptimizerConfig) if isinstance(rule, Range)}
+        for name, value in vars(self).items():
+            if value not in rules[name]:
+                raise AdamWError(f"optimizer: {name} is {value!r}; use one {rules[name]}")
 
     def inputs(self) -> "AdamWInputs":
         """The numbers as a program takes them.

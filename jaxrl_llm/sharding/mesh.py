@@ -266,6 +266,14 @@ def activation_sharding(
     return NamedSharding(mesh, partition_spec(shape, names, _rules.get(), mesh.shape, {}))
 
 
+def activation_bytes(
+    shape: tuple[int, ...], names: tuple[str | None, ...], mesh: Mesh, dtype: Any
+) -> int:
+    """Bytes per device of an activation on `mesh`, see `activation_sharding`."""
+    shard = activation_sharding(shape, names, mesh).shard_shape(shape)
+    return math.prod(shard) * np.dtype(dtype).itemsize
+
+
 def num_row_shards(mesh: Mesh | AbstractMesh) -> tuple[int, int]:
     """Numbers of shards of packed rows, and of the length of a row (context parallelism)."""
     rows = math.prod(mesh.shape[axis] for axis in ("data", "fsdp", "expert"))

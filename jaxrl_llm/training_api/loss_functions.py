@@ -265,5 +265,5 @@ def _of_function(function: Callable[..., Any]) -> Loss:
         return value, jax.lax.stop_gradient(metrics)
 
     own = frozenset({"log_probs", "entropies", "mask", "denominators"})
-    given = tuple(reads.names - own)  # fields or settings, as the caller gives them
-    return Loss(function, evaluate, settings=given, entropy=entropy)
+    readable = tuple(reads.names - own)  # fields or settings, as the caller gives them
+    return Loss(function, evaluate, settings=readable, entropy=entropy)

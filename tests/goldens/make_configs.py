@@ -278,13 +278,13 @@ AS_PUBLISHED = {
 }
 
 if __name__ == "__main__":
-    found = {}
+    configs = {}
     for name, (cls, own) in MODELS.items():
         config = getattr(transformers, f"{cls}Config")(**own)
-        found[name] = config.to_diff_dict()
-        found[name].pop("transformers_version", None)
-        found[name]["architectures"] = [f"{cls.removesuffix('Text')}ForCausalLM"]
-    found |= AS_PUBLISHED
+        configs[name] = config.to_diff_dict()
+        configs[name].pop("transformers_version", None)
+        configs[name]["architectures"] = [f"{cls.removesuffix('Text')}ForCausalLM"]
+    configs |= AS_PUBLISHED
     path = pathlib.Path(__file__).parent / "configs.json"
-    lines = (f"{json.dumps(name)}: {json.dumps(config)}" for name, config in found.items())
+    lines = (f"{json.dumps(name)}: {json.dumps(config)}" for name, config in configs.items())
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -8,6 +8,7 @@ sequence whose state is gone is read again from its first token.
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 from jaxrl_llm.models.architecture import Architecture, LayerType
@@ -74,8 +75,5 @@ def state_numbers(shape: Architecture) -> tuple[int, int]:
     ]
     counts = {False: 0, True: 0}
     for array in arrays:
-        size = 1
-        for dim in array.dims:
-            size *= dim
-        counts[array.in_float32] += size
+        counts[array.in_float32] += math.prod(array.dims)
     return counts[False], counts[True]

@@ -412,18 +412,14 @@ def cache_bytes(network: Network, mesh: Mesh, num_tokens: int, num_slots: int) -
     """Bytes per device that layers keep of `num_tokens` tokens over all slots: pages and states."""
     heads, key_size, value_size = network.shape.kv_cache_sizes
     token_dims = (num_slots, heads, key_size + value_size)
-    layer_bytes = _bytes(mesh, token_dims, KV_AXES[:3], network.cached_dtype)
+    layer_bytes = mesh_lib.activation_bytes(
+        token_dims, KV_AXES[:3], mesh, jnp.dtype(network.cached_dtype)
+    )
     pages = len(paged_layers(network.shape)) * layer_bytes * num_tokens // num_slots
     return pages + state_bytes(network, mesh, num_slots)
 
 
 def logits_bytes(network: Network, mesh: Mesh, rows: int) -> int:
     """Bytes per device of `rows` rows of logits."""
-    return _bytes(mesh, (rows, network.shape.vocab_size), ("batch", "vocab"), jnp.float32)
-
-
-def _bytes(
-    mesh: Mesh, dims: tuple[int, ...], logical_axes: tuple[str | None, ...], dtype: Any
-) -> int:
-    shard = mesh_lib.activation_sharding(dims, logical_axes, mesh).shard_shape(dims)
-    return math.prod(shard) * jnp.dtype(dtype).itemsize
+    dims = (rows, network.shape.vocab_size)
+    return mesh_lib.activation_bytes(dims, ("batch", "vocab"), mesh, jnp.float32)

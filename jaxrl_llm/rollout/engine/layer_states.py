@@ -7,7 +7,6 @@ where samples of one prompt part, updated by decode steps in a copy of the chunk
 with its slot. Nothing is done when a sample leaves: the next one overwrites it.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,8 +33,7 @@ def empty_states(network: Network, num_sequences: int) -> LayerStates:
     """States of sequences without tokens."""
 
     def zeros(array: StateArray) -> Array:
-        dtype = jnp.float32 if array.in_float32 else network.compute_dtype
-        return jnp.zeros((num_sequences, *array.dims), dtype)
+        return jnp.zeros((num_sequences, *array.dims), _dtype(network, array))
 
     return tuple(
         {name: zeros(array) for name, array in layer.items()}
@@ -57,14 +55,17 @@ def state_shardings(shape: Architecture, num_slots: int, mesh: Mesh) -> Any:
 
 def state_bytes(network: Network, mesh: Mesh, num_slots: int) -> int:
     """Bytes per device of the states of all slots."""
-    total = 0
-    for layer in declared_states(network.shape):
-        for array in layer.values():
-            dims, axes = (num_slots, *array.dims), ("batch", *array.axes)
-            shard = mesh_lib.activation_sharding(dims, axes, mesh).shard_shape(dims)
-            dtype = jnp.float32 if array.in_float32 else network.compute_dtype
-            total += math.prod(shard) * jnp.dtype(dtype).itemsize
-    return total
+    return sum(
+        mesh_lib.activation_bytes(
+            (num_slots, *array.dims), ("batch", *array.axes), mesh, _dtype(network, array)
+        )
+        for layer in declared_states(network.shape)
+        for array in layer.values()
+    )
+
+
+def _dtype(network: Network, array: StateArray) -> Any:
+    return jnp.dtype(jnp.float32 if array.in_float32 else network.compute_dtype)
 
 
 def read_slots(states: LayerStates, slots: Int[Array, " n"], begins: Bool[Array, " n"]) -> Any:

@@ -405,15 +405,15 @@ def training_routes(service: TrainingService) -> fastapi.APIRouter:
     async def model_checkpoints(request: fastapi.Request, model_id: str) -> Json:
         owner = service.owner(request)
         await guarded(queue.model, owner, model_id)
-        found = await guarded(records.checkpoints, owner, model_id)
-        return {"checkpoints": [_checkpoint_card(*each) for each in found]}
+        checkpoints = await guarded(records.checkpoints, owner, model_id)
+        return {"checkpoints": [_checkpoint_card(*each) for each in checkpoints]}
 
     @router.get("/checkpoints")
     async def checkpoints(request: fastapi.Request, limit: int = 100, offset: int = 0) -> Json:
-        found = await guarded(records.checkpoints, service.owner(request))
-        found.reverse()
-        cards = [_checkpoint_card(*each) for each in found[offset : offset + limit]]
-        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+        checkpoints = await guarded(records.checkpoints, service.owner(request))
+        checkpoints.reverse()
+        cards = [_checkpoint_card(*each) for each in checkpoints[offset : offset + limit]]
+        cursor = {"offset": offset, "limit": limit, "total_count": len(checkpoints)}
         return {"checkpoints": cards, "cursor": cursor}
 
     @router.post("/weights_info")
