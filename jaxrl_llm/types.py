@@ -106,6 +106,8 @@ class EpisodeLog:
     num_turns: int = 0  # of the policy
     turn_rewards: list[float] = dataclasses.field(default_factory=list)  # of the environment
     reward: float = 0.0  # of the environment for the whole episode, on top of turn_rewards
+    # The same of each role of `agent.roles`, in place of `reward`; empty: `reward` is of all.
+    role_rewards: list[float] = dataclasses.field(default_factory=list)
     calls: Counter[str] = dataclasses.field(default_factory=Counter)  # by tool
     errors: Counter[str] = dataclasses.field(default_factory=Counter)  # by kind
     seconds: float = 0.0  # spent in tool calls and environment steps
@@ -114,6 +116,11 @@ class EpisodeLog:
     num_branches: int = 0  # sequences beyond the first
     num_unmatched: int = 0  # replies that came back changed, so that a branch began
     num_requests: int = 0
+
+    def total_reward(self, role: int = 0) -> float:
+        """The environment's reward of the episode for a role: of all its turns and of the whole."""
+        whole = self.role_rewards[role] if self.role_rewards else self.reward
+        return whole + sum(self.turn_rewards)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +148,21 @@ class Rollouts:
     # the trained policy, are renormalized over them. Where only -1 stands, and everywhere if it is
     # None, they are of the whole vocabulary.
     support: Int[np.ndarray, "B T k"] | None = None
+    # Who speaks in each row, an index of `agent.roles`; 0 in runs without roles.
+    roles: Int[np.ndarray, " B"] | None = None  # None: all 0
+
+    @property
+    def role_ids(self) -> Int[np.ndarray, " B"]:
+        """The role of each row."""
+        return np.zeros(len(self.lengths), np.int32) if self.roles is None else self.roles
+
+    @property
+    def comparison_ids(self) -> Int[np.ndarray, " B"]:
+        """Which rows are compared with each other: those of one prompt and one role, from 0."""
+        if self.roles is None:
+            return self.group_ids
+        pairs = np.stack([self.group_ids, self.roles], axis=1)
+        return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32)
 
     @property
     def prompt_lengths(self) -> Int[np.ndarray, " B"]:
@@ -154,10 +176,23 @@ class Rollouts:
 
     @property
     def last_rows(self) -> Int[np.ndarray, " B"]:
-        """The last row of each row's episode: itself, unless the template rewrote history."""
-        last = {id(log): row for row, log in enumerate(self.episode_logs)}
-        rows = [last[id(log)] for log in self.episode_logs] or range(len(self.lengths))
+        """The last row of each row's episode and role: itself, unless history was rewritten."""
+        keys = [(id(log), role) for log, role in zip(self.episode_logs, self.role_ids.tolist())]
+        last = {key: row for row, key in enumerate(keys)}
+        rows = [last[key] for key in keys] or range(len(self.lengths))
         return np.array(rows, np.int32)
+
+    @property
+    def episode_rows(self) -> Int[np.ndarray, " E"]:
+        """One row of each episode, in order: the last one of the first role that has any."""
+        roles, rows = self.role_ids, np.unique(self.last_rows)
+        chosen: dict[int, int] = {}
+        for row in rows[np.argsort(-roles[rows], kind="stable")].tolist():
+            chosen[id(self.episode_logs[row]) if self.episode_logs else row] = row
+        order = {}
+        for row in rows.tolist():
+            order.setdefault(id(self.episode_logs[row]) if self.episode_logs else row)
+        return np.array([chosen[key] for key in order], np.int32)
 
     @property
     def truncated(self) -> Bool[np.ndarray, " B"]:
@@ -200,6 +235,8 @@ class Rewards:
     turn_rewards: Float[np.ndarray, "B T"] | None = None
     # Why reward calls for a row failed, "": none failed; empty tuple: unknown.
     failures: tuple[str, ...] = ()
+    # By `JUDGE/STATISTIC` (`rewards.judge.VOTE_STATISTICS`), NaN for rows that it did not judge.
+    votes: Mapping[str, Float[np.ndarray, " B"]] = dataclasses.field(default_factory=dict)
     # Rows without a valid score: excluded from groups and gradients; None: there are none.
     excluded: Bool[np.ndarray, " B"] | None = None
 

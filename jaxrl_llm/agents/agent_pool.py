@@ -60,7 +60,7 @@ class AgentPool(WorkerPool):
             sessions_per_worker=config.episodes_per_process,
         )
         fields = ["tools", "corpus", "memory_gib", "max_result_characters", "cut_results"]
-        fields += ["harness", "max_harness_processes"]
+        fields += ["harness", "max_harness_processes", "roles"]
         settings = {name: getattr(config, name) for name in fields}
         settings["limit_s"] = limit_s if is_shared else None
         environments = config.environments.items()

@@ -300,6 +300,7 @@ class _EpisodeWorker:
             base_url,
             settings["max_harness_processes"],
             sets_variables=settings["limit_s"] is None,
+            roles=settings["roles"],
         )
         return {"reward": reward}
 

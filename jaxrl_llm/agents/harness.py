@@ -14,7 +14,7 @@ import shlex
 import shutil
 import signal
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.agents.environments import await_if_needed, finite_reward
@@ -46,9 +46,16 @@ def check_harness(harness: str) -> None:
 
 
 async def run_harness(
-    harness: str, row: Mapping[str, Any], base_url: str, max_processes: int, sets_variables: bool
-) -> float | None:
+    harness: str,
+    row: Mapping[str, Any],
+    base_url: str,
+    max_processes: int,
+    sets_variables: bool,
+    roles: Sequence[str] = (),
+) -> float | dict[str, float] | None:
     """The reward that a harness gives for a row, None if it leaves that to reward functions.
+
+    With `roles` it is one number for all of them, or a number for each by name.
 
     Args:
       harness: A function by import path or file, or a command line.
@@ -56,6 +63,7 @@ async def run_harness(
       max_processes: Of a command, with its descendants.
       sets_variables: Whether a function finds the address in `os.environ` too; not in a process
         with other episodes.
+      roles: Those of the run, `agent.roles`.
 
     Raises:
       HarnessError: If a command fails.
@@ -64,11 +72,20 @@ async def run_harness(
     """
     variables = session_variables(base_url)
     if not _FUNCTION_PATH.fullmatch(harness):
-        return await _run_command(harness, row, variables, max_processes)
+        return await _run_command(harness, row, variables, max_processes, roles)
     if sets_variables:
         os.environ.update(variables)
     function = lookup.resolve(harness, {}, "harness")
-    return _reward(await await_if_needed(function(row, base_url)))
+    return _reward(await await_if_needed(function(row, base_url)), roles)
+
+
+def role_address(base_url: str, role: str) -> str:
+    """The address at which one role of a session asks the policy.
+
+    >>> role_address("http://127.0.0.1:80/session/0f/v1", "solver")
+    'http://127.0.0.1:80/session/0f/role/solver/v1'
+    """
+    return f"{base_url.removesuffix('/v1')}/role/{role}/v1"
 
 
 def session_variables(base_url: str) -> dict[str, str]:
@@ -82,8 +99,12 @@ def session_variables(base_url: str) -> dict[str, str]:
 
 
 async def _run_command(
-    command: str, row: Mapping[str, Any], variables: Mapping[str, str], max_processes: int
-) -> float | None:
+    command: str,
+    row: Mapping[str, Any],
+    variables: Mapping[str, str],
+    max_processes: int,
+    roles: Sequence[str],
+) -> float | dict[str, float] | None:
     text = json.dumps(row, ensure_ascii=False, default=str)
     is_short = len(text.encode()) <= _MAX_VARIABLE_BYTES
     row_variable = {ROW_VARIABLE: text} if is_short else {}
@@ -116,7 +137,7 @@ async def _run_command(
         ending = errors.strip() or output.strip()
         message = f"{supervisor.exit_description(code)}: {ending[-_MAX_ERROR_CHARACTERS:]}"
         raise HarnessError(message)
-    return _reward(_last_json(output))
+    return _reward(_last_json(output), roles)
 
 
 async def _write(stdin: asyncio.StreamWriter, text: str) -> None:
@@ -162,8 +183,16 @@ def _last_json(output: str) -> Any:
     return value if isinstance(value, dict) else None
 
 
-def _reward(value: Any) -> float | None:
-    """The reward in a harness's result: a number, `{"reward": number}`, or nothing."""
+def _reward(value: Any, roles: Sequence[str]) -> float | dict[str, float] | None:
+    """The reward in a harness's result: a number, `{"reward": number}`, or nothing.
+
+    With roles the number may be a mapping of all roles to numbers.
+    """
     if isinstance(value, Mapping):
         value = value.get("reward")
-    return None if value is None else finite_reward(value)
+    if not isinstance(value, Mapping):
+        return None if value is None else finite_reward(value)
+    if set(value) != set(roles):
+        rule = f"one number, or one for each of agent.roles {tuple(roles)}" if roles else "a number"
+        raise ValueError(f"the reward names {sorted(map(str, value))}; give {rule}")
+    return {role: finite_reward(value[role]) for role in roles}

@@ -15,7 +15,8 @@ TOOLS_ALONE, SINGLE_TURN = "tool_agent", "single_turn_agent"
 # Settings without effect on a harness, and those without effect on tools and environments.
 _TOOL_FIELDS = ["default", "max_turns", "max_calls", "max_result_characters", "cut_results"]
 _TOOL_FIELDS += ["timeout_s", "max_tool_s", "corpus"]
-_HARNESS_FIELDS = ["harness_timeout_s", "max_requests", "max_harness_processes", "failure_reward"]
+_HARNESS_FIELDS = ["roles", "harness_timeout_s", "max_requests", "max_harness_processes", "failure_reward"]
+_ROLE = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")  # part of an address
 _FUNCTION_PATH = re.compile(r"[^\s:]+:[A-Za-z_]\w*")
 
 
@@ -78,6 +79,9 @@ class AgentConfig(ConfigGroup):
     # Processes of a harness that is a command, itself and its descendants, at the same time.
     max_harness_processes: Annotated[int, Range("[1, 65536]")] = 64
     failure_reward: Real = 0.0  # of an episode whose harness failed
+    # Who speaks in a session: players of a game, a proposer and a solver. Each has its own address,
+    # sequences, reward and group (docs/harness.md). Empty: one speaker.
+    roles: tuple[Name, ...] = ()
 
     @property
     def is_used(self) -> bool:
@@ -135,6 +139,11 @@ class AgentConfig(ConfigGroup):
     def _harness_rules(self) -> Problems:
         if not self.harness:
             return
+        for i, role in enumerate(self.roles):
+            if not _ROLE.fullmatch(role):
+                yield f"roles[{i}]", f"{role!r} is part of an address; use letters, digits, - and _"
+        if len(self.roles) == 1 or len(set(self.roles)) < len(self.roles):
+            yield "roles", f"two or more different ones, or none, got {self.roles}"
         if self.tools or self.environments:
             message = f"{self.harness!r} is an agent with tools of its own"
             yield "harness", f"{message}; leave agent.tools and agent.environments empty"

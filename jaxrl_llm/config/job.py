@@ -433,7 +433,12 @@ class RLConfig(JobConfig):
         if not (functions := self.evaluation.functions):
             return self.rewards
         return dataclasses.replace(
-            self.rewards, functions=functions, models={}, cost_functions={}, cost_models={}
+            self.rewards,
+            functions=functions,
+            models={},
+            judges={},
+            cost_functions={},
+            cost_models={},
         )
 
     def rules(self) -> Problems:
@@ -491,6 +496,9 @@ class RLConfig(JobConfig):
             if self.agent.harness and self.trainer.schedule != "free":
                 message = "when a harness sends its requests cannot be recorded; use 'free'"
                 yield "trainer.schedule", message
+        if self.agent.roles and self.algorithm.advantage in ("remax", "gae"):
+            message = f"{self.algorithm.advantage!r} does not tell roles apart; use one that"
+            yield "algorithm.advantage", f"{message} compares a group, such as 'grpo'"
         if self.agent.max_turn_tokens > self.rollout.max_response_tokens:
             message = f"{self.agent.max_turn_tokens} exceeds rollout.max_response_tokens="
             yield "agent.max_turn_tokens", f"{message}{self.rollout.max_response_tokens}"
@@ -510,7 +518,8 @@ class RLConfig(JobConfig):
                     yield f"rewards.{group}.{name}.pairs", f"{message}, name files of them"
 
     def _teacher_rules(self) -> Problems:
-        if self.rewards.functions or self.rewards.models or self.agent.gives_rewards:
+        rewards = self.rewards
+        if rewards.functions or rewards.models or rewards.judges or self.agent.gives_rewards:
             return
         if not self.distillation.teachers:
             message = "no reward at all; add rewards.functions or rewards.models, or"

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from jaxrl_llm.config.datasets.presets import PRESETS, Preset, RowMapping, pair_problems
 from jaxrl_llm.config.datasets.slices import overlap_problem
+from jaxrl_llm.config.judges import JudgeConfig
 from jaxrl_llm.config.validation import (
     Coefficient,
     ConfigGroup,
@@ -37,10 +38,45 @@ MAPPING_FIELDS = tuple(field.name for field in dataclasses.fields(RowMapping))  
 WEIGHT_FIELDS = ("train_weights", "last_train_weights", "last_train_weights_after")
 
 
+class ReasoningGymConfig(ConfigGroup):
+    """The task "reasoning_gym": generated problems of the package of that name (docs/worlds.md)."""
+
+    # Names of generators, each with settings of its own as JSON after a space if wanted:
+    # 'chain_sum {"max_terms": 3}'; "all": every one that makes problems without settings.
+    generators: tuple[Name, ...] = ()
+    # Levels of each generator's curriculum, easiest first; see curriculum.choice="levels".
+    levels: Annotated[int, Range("[0, 100]", "0: its default difficulty")] = 0
+    # What the model is told first, by the package's name of it. "none": nothing, and the whole
+    # response is the answer, not the text in <answer>...</answer>.
+    system_prompt: Literal["default", "DeepSeekZero", "simple", "direct", "none"] = "default"
+
+    def rules(self) -> Problems:
+        for i, text in enumerate(self.generators):
+            name, _, settings = text.partition(" ")
+            if settings:
+                try:
+                    is_object = isinstance(json.loads(settings), dict)
+                except (ValueError, RecursionError):
+                    is_object = False
+                if not is_object:
+                    rule = "after the name comes a JSON object, or nothing"
+                    yield f"generators[{i}]", f"{settings!r} is none; {rule}"
+            if self.generators.count(text) > 1:
+                yield f"generators[{i}]", f"{name!r} stands twice; leave one out"
+        if "all" in self.generators and len(self.generators) > 1:
+            yield "generators", "'all' includes the others; leave them or it out"
+
+
+DEFAULT_REASONING_GYM = ReasoningGymConfig()
+
+
 class DataConfig(ConfigGroup):
     """The source of prompts."""
 
-    task: Literal["arithmetic", "stories", "products", "shapes", "gsm8k", "files"] = "arithmetic"
+    task: Literal[
+        *("arithmetic", "stories", "products", "shapes"),
+        *("gsm8k", "files", "reasoning_gym", "seeds"),
+    ] = "arithmetic"
     # Parquet, jsonl, json or csv files, the last three also as .gz or .zst; folders of them, globs
     # ("a/*.parquet", "**"); each with a slice of its rows if wanted ("train.parquet[:90%]").
     train_files: tuple[RowFiles, ...] = ()
@@ -88,14 +124,19 @@ class DataConfig(ConfigGroup):
     num_workers: Annotated[int, Range("[0, 1024]")] = 0  # threads that prepare rows ahead
     # The built-in tasks: sums of digits, and of word problems, with step-by-step solutions; and
     # products of two numbers of two digits, with a calculator; and drawn shapes to be counted, for
-    # models that read images.
+    # models that read images. The numbers of prompts are those of "reasoning_gym" and "seeds" too.
     arithmetic_terms: Annotated[int, Range("[2, 16]")] = 3
     arithmetic_train_prompts: Annotated[int, Range("[1, 1000000]")] = 512
     arithmetic_eval_prompts: Annotated[int, Range("[1, 1000000]")] = 128
     # Share of worked examples with an error.
     arithmetic_errors: Annotated[float, Range("[0, 1)")] = 0.0
 
+    reasoning_gym: ReasoningGymConfig = DEFAULT_REASONING_GYM
+
     def rules(self) -> Problems:
+        if self.task == "reasoning_gym" and not self.reasoning_gym.generators:
+            message = "required by task='reasoning_gym': names of its generators, or 'all'"
+            yield "reasoning_gym.generators", message
         if self.stream and self.task != "files":
             yield "stream", f"task={self.task!r} does not stream; use task='files'"
         yield from self._weight_rules()
@@ -184,7 +225,8 @@ class CurriculumConfig(ConfigGroup):
     """Which training prompts come next, by the scores of earlier answers (docs/data.md)."""
 
     # "success": mostly prompts that are solved now and then; "unsolved": no prompt that is solved
-    # nine times of ten; or a function of yours. "": each comes once in a pass.
+    # nine times of ten; "levels": those of the lowest level that is not mastered yet; or a function
+    # of yours. "": each comes once in a pass.
     choice: Name = ""
     success_score: Real = 0.5  # an answer with at least this score is a success
     # What earlier answers to a prompt count when it is answered again; 1: as much as the latest.
@@ -193,9 +235,11 @@ class CurriculumConfig(ConfigGroup):
     floor: Annotated[float, Range("(0, 1]")] = 0.05
 
     def rules(self) -> Problems:
-        if self.choice not in ("", "success", "unsolved") and ":" not in self.choice:
+        known = "success", "unsolved", "levels"
+        if self.choice not in ("", *known) and ":" not in self.choice:
             remedy = "or your own as 'package.module:function' or 'path/file.py:function'"
-            yield "choice", f"unknown choice {self.choice!r}; known: success, unsolved; {remedy}"
+            names = ", ".join(known)
+            yield "choice", f"unknown choice {self.choice!r}; known: {names}; {remedy}"
 
 
 NO_CURRICULUM = CurriculumConfig()
@@ -371,6 +415,7 @@ class RewardsConfig(ConfigGroup):
 
     functions: Mapping[str, RewardFunctionConfig] = dataclasses.field(default_factory=dict)
     models: Mapping[str, RewardModelConfig] = dataclasses.field(default_factory=dict)
+    judges: Mapping[str, JudgeConfig] = dataclasses.field(default_factory=dict)
     cost_functions: Mapping[str, RewardFunctionConfig] = dataclasses.field(default_factory=dict)
     cost_models: Mapping[str, RewardModelConfig] = dataclasses.field(default_factory=dict)
     math: MathConfig = DEFAULT_MATH  # of the function `math`
@@ -391,6 +436,8 @@ class RewardsConfig(ConfigGroup):
     failure_score: Annotated[float, Range("[-3.4e38, 3.4e38]")] = 0.0  # the range of float32
 
     def rules(self) -> Problems:
+        if shared := set(self.judges) & {*self.functions, *self.models}:
+            yield "judges", f"names used twice: {', '.join(sorted(shared))}"
         for kind in ("", "cost_"):
             functions, models = getattr(self, f"{kind}functions"), getattr(self, f"{kind}models")
             if shared := set(functions) & set(models):
@@ -398,7 +445,7 @@ class RewardsConfig(ConfigGroup):
 
     def term_rules(self, name: str) -> Problems:
         """Yields a problem if dynamic sampling compares a term that there is not; "": the score."""
-        known = *self.functions, *self.models, "environment"
+        known = *self.functions, *self.models, *self.judges, "environment"
         if name and name not in known:
             message = f"no reward term {name!r}; known: {', '.join(known)}"
             yield "algorithm.dynamic_sampling_term", message

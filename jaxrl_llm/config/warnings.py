@@ -84,6 +84,7 @@ def reward_warnings(rewards: RewardsConfig, environments: bool) -> Iterator[str]
     """Rewards that are the same whatever is answered."""
     weights = [function.weight for function in rewards.functions.values()]
     weights += [model.weight for model in rewards.models.values()]
+    weights += [judge.weight for judge in rewards.judges.values()]
     if environments:
         weights.append(rewards.environment_weight)
     if weights and not any(weights):

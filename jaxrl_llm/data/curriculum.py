@@ -16,6 +16,7 @@ from jaxrl_llm.data.errors import DataError, check_saved
 from jaxrl_llm.types import Prompt
 
 _SOLVED_RATE = 0.9  # of successes
+_MASTERED_RATE = 0.5  # of a level, at which the next one begins
 _PRIOR = 0.1  # pseudo-count of responses, half of them successes, for prompts without data
 
 
@@ -66,9 +67,44 @@ def unsolved_weights(answers: np.ndarray, successes: np.ndarray) -> Float[np.nda
     return np.ones(len(answers)) if solved.all() else (~solved).astype(np.float64)
 
 
+def level_weights(
+    answers: np.ndarray, successes: np.ndarray, prompts: Sequence[Prompt], floor: float
+) -> Float[np.ndarray, " P"]:
+    """Weights of prompts: 1 for those of the current level, `floor` for easier ones, 0 for harder.
+
+    The current level of a data source is its lowest `level` (in `extra_info`; 0 without) whose
+    prompts have no success rate of half or more over all their answers. So a level is left once it
+    is mastered, and returned to if it is forgotten; the hardest one is kept when all are mastered.
+    The rate is that of `PromptStatistics`; a level without an answer is not mastered.
+
+    >>> prompts = [Prompt((), "", "a", "", {"level": n}, n) for n in (0, 0, 1, 2)]
+    >>> zero = np.zeros(4)
+    >>> level_weights(zero, zero, prompts, floor=0.05)
+    array([1., 1., 0., 0.])
+    >>> level_weights(np.array([8.0, 0, 0, 0]), np.array([6.0, 0, 0, 0]), prompts, floor=0.05)
+    array([0.05, 0.05, 1.  , 0.  ])
+    """
+    levels = np.array([int(prompt.extra_info.get("level", 0)) for prompt in prompts])
+    sources = np.array([prompt.data_source for prompt in prompts])
+    weights = np.zeros(len(prompts))
+    for source in np.unique(sources):
+        is_own = sources == source
+        own_levels = np.unique(levels[is_own])
+        current = own_levels[-1]
+        for level in own_levels:
+            rows = is_own & (levels == level)
+            if successes[rows].sum() < _MASTERED_RATE * answers[rows].sum() or not answers[rows].any():
+                current = level
+                break
+        weights[is_own & (levels < current)] = floor
+        weights[is_own & (levels == current)] = 1.0
+    return weights
+
+
 CHOICES: Mapping[str, Callable[..., Float[np.ndarray, " P"]]] = {
     "success": success_variance_weights,
     "unsolved": unsolved_weights,
+    "levels": level_weights,
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.config.datasets.presets import PRESETS
 from jaxrl_llm.config.rollout_data import NUM_PRODUCTS
-from jaxrl_llm.data import counting_task
+from jaxrl_llm.data import counting_task, reasoning_gym_task
 from jaxrl_llm.data.chat.formats import template_options
 from jaxrl_llm.data.chat.messages import role_aliases
 from jaxrl_llm.data.errors import DataError
@@ -281,7 +281,28 @@ def _text(row: Mapping[str, Any], column: str, where: str) -> str:
     return value
 
 
+def _seed_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
+    """Returns rows that are a number each: for harnesses and environments that begin by themselves.
+
+    `extra_info` has `seed`, different in all rows of both splits, and `split`.
+    """
+    num_eval = config.arithmetic_eval_prompts
+    numbers = random.Random(f"seeds {seed}").sample(
+        range(2**31), num_eval + config.arithmetic_train_prompts
+    )
+    numbers = numbers[:num_eval] if split == "eval" else numbers[num_eval:]
+    infos = ({"split": split, "index": i, "seed": n} for i, n in enumerate(numbers))
+    return [_row("seeds", "Begin.", "", info) for info in infos]
+
+
+def _reasoning_gym_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
+    counts = config.arithmetic_train_prompts, config.arithmetic_eval_prompts
+    return reasoning_gym_task.rows(config.reasoning_gym, split, seed, *counts)
+
+
 TASKS = {
+    "seeds": _seed_rows,
+    "reasoning_gym": _reasoning_gym_rows,
     "arithmetic": _arithmetic_rows,
     "stories": _stories_rows,
     "products": _products_rows,

@@ -51,7 +51,7 @@ def estimator(config: RLConfig, mesh: Mesh):
         arrays = {
             # A row without response tokens is a member of no group, and has no loss.
             "response_mask": rollouts.response_mask & is_kept[:, None],
-            "group_ids": rollouts.group_ids,
+            "group_ids": rollouts.comparison_ids,  # a role is compared with itself
             "rollout_log_probs": rollouts.rollout_log_probs,
             "scores": rewards.scores,
             "costs": _costs_with_mean_fill(rewards.costs, is_kept),

@@ -14,7 +14,8 @@ def sequence_records(step: int, rollouts: Rollouts, rewards: Rewards) -> Iterato
     Further keys: `data_source`, `num_tokens` (of the response), `stopped`, `terms` (each reward
     term, unweighted) and `details` (extra values returned by reward functions). Episodes with tools
     or an environment have `messages` (after the prompt), `sampled` (token spans of the response
-    that the policy sampled), `num_turns`, `calls` and `errors` (counts by name) and `turn_rewards`.
+    that the policy sampled), `num_turns`, `calls` and `errors` (counts by name) and `turn_rewards`;
+    with `agent.roles` also `role`, its index.
     If calls of reward functions failed, `failure` is the reason, and `left_out` is true for a
     sequence that is excluded from learning.
     """
@@ -54,6 +55,7 @@ def _episode_fields(rollouts: Rollouts, row: int, prompt_tokens: int) -> dict[st
         "calls": dict(log.calls),
         "errors": dict(log.errors),
         "turn_rewards": log.turn_rewards,
+        **({} if rollouts.roles is None else {"role": rollouts.roles[row]}),
     }
 
 

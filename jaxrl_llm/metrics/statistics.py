@@ -45,8 +45,35 @@ def reward_metrics(rewards: Rewards, group_ids: Int[np.ndarray, " B"]) -> dict[s
     metrics["reward/num_failures"] = float(rewards.num_failures)
     if len(kept_scores) > 1 and rewards.terms:
         metrics["critic/score/spread"] = float(kept_scores.max() - kept_scores.min())
+    metrics |= judge_metrics(rewards.votes)
     if rewards.num_calls:
         metrics["reward/failure_share"] = rewards.num_failures / rewards.num_calls
+    return metrics
+
+
+def judge_metrics(votes: Mapping[str, Float[np.ndarray, " B"]]) -> dict[str, float]:
+    """Agreement of the votes of each judge, by `Rewards.votes`.
+
+    `judge/NAME/disagreement` is the mean variance of votes on the same response, or pair, over the
+    variance of all votes: one minus Krippendorff's alpha for intervals (2011, "Computing
+    Krippendorff's Alpha-Reliability"), for as many votes on each. 0: votes on a response are always
+    the same; 1: they differ as those on different responses do, and the judge says nothing about
+    them. It has no value where all votes of a step are equal, or there is one on each.
+    `judge/NAME/unparsable_share` is that of the votes that break the schema.
+    """
+    metrics = {}
+    for name in dict.fromkeys(key.rpartition("/")[0] for key in votes):
+        mean, square, variance, unparsable = (
+            votes[f"{name}/{key}"] for key in ("mean", "square", "variance", "unparsable_share")
+        )
+        if not np.isnan(unparsable).all():
+            metrics[f"judge/{name}/unparsable_share"] = float(np.nanmean(unparsable))
+        is_repeated = ~np.isnan(variance)
+        if not is_repeated.any():
+            continue
+        total = square[is_repeated].mean() - mean[is_repeated].mean() ** 2
+        if total > 1e-12:
+            metrics[f"judge/{name}/disagreement"] = float(variance[is_repeated].mean() / total)
     return metrics
 
 

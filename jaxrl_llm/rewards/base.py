@@ -15,9 +15,11 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxrl_llm.config.algorithm import is_import_path
+from jaxrl_llm.config.judges import JudgeConfig
 from jaxrl_llm.config.rollout_data import RewardFunctionConfig, RewardModelConfig, RewardsConfig
 from jaxrl_llm.rewards import functions
 from jaxrl_llm.rewards.early_calls import EarlyCalls
+from jaxrl_llm.rewards.judge import VOTE_STATISTICS, Judge
 from jaxrl_llm.rewards.reward_pool import RewardCall, RewardError, RewardPool
 from jaxrl_llm.rewards.reward_worker import LARGEST_SCORE
 from jaxrl_llm.sharding import multihost
@@ -28,7 +30,7 @@ logger = logging.getLogger(__name__)
 ENVIRONMENT_TERM = "environment"  # name of the term for rewards of environments
 
 ModelScorer = Callable[[Rollouts], Float[np.ndarray, " B"]]
-TermConfig = RewardFunctionConfig | RewardModelConfig
+TermConfig = RewardFunctionConfig | RewardModelConfig | JudgeConfig
 
 
 def check_rewards(
@@ -44,6 +46,10 @@ def check_rewards(
     """
     sources = [prompt.data_source for prompt in prompts]
     check_sources(config, sources, distilled_sources, [prompt.where for prompt in prompts])
+    for name, judge_config in config.judges.items():
+        with Judge(name, judge_config) as judge:
+            for prompt in prompts[:1]:
+                judge.check(prompt)
     terms = {**config.functions, **config.cost_functions}
     for term in terms.values():
         functions.check_installed(term.function)
@@ -88,7 +94,7 @@ def check_sources(
     `locations`: their files and rows, if known. Sources in `distilled_sources` need no reward, as
     in `check_rewards`.
     """
-    terms: dict[str, TermConfig] = {**config.functions, **config.models}
+    terms: dict[str, TermConfig] = {**config.functions, **config.models, **config.judges}
     covered = {name: term.data_source for name, term in terms.items()}
     scored = {*covered.values(), *distilled_sources}
     if "*" in scored:
@@ -122,7 +128,11 @@ class RolloutScorer(contextlib.AbstractContextManager["RolloutScorer"]):
             problem = f"scorers were given for {sorted(model_scorers)}; give one for each"
             raise RewardError(f"config.rewards names the models {sorted(model_names)}, {problem}")
         self._config, self._taught, self._environments = config, distilled_sources, environments
-        self._reward_terms: dict[str, TermConfig] = {**config.functions, **config.models}
+        self._reward_terms: dict[str, TermConfig] = {
+            **config.functions,
+            **config.models,
+            **config.judges,
+        }
         self._cost_terms: dict[str, TermConfig] = {**config.cost_functions, **config.cost_models}
         if shared := sorted(set(self._reward_terms) & set(self._cost_terms)):
             raise RewardError(f"config.rewards: {shared} name a reward and a cost; rename one")
@@ -130,10 +140,13 @@ class RolloutScorer(contextlib.AbstractContextManager["RolloutScorer"]):
         terms = [*config.functions.values(), *config.cost_functions.values()]
         self._pool = RewardPool([term.function for term in terms], config)
         self._early = EarlyCalls(self._pool)
+        self._judges = {name: Judge(name, judge) for name, judge in config.judges.items()}
 
     def __exit__(self, *exception) -> None:
         self._pool.close()
         self._early.close()
+        for judge in self._judges.values():
+            judge.__exit__(*exception)
 
     def set_model_scorers(self, model_scorers: Mapping[str, ModelScorer]) -> None:
         """Replaces the model scorers: the same models, moved to other devices."""
@@ -178,6 +191,12 @@ class RolloutScorer(contextlib.AbstractContextManager["RolloutScorer"]):
         values = {name: np.zeros(len(sources)) for name in terms}
         failures = [""] * len(sources)
         num_calls, num_failures = self._call_functions(rollouts, values, details, failures)
+        votes: dict[str, np.ndarray] = {}
+        for name in self._judges:
+            rows = np.flatnonzero(applies[name])
+            lost, own_votes = self._ask_judge(name, rollouts, rows, values[name], failures)
+            num_calls, num_failures = num_calls + len(rows), num_failures + lost
+            votes |= own_votes
         left_out = None
         if self._config.on_failure == "leave_out":
             left_out = np.array([bool(failure) for failure in failures])
@@ -191,7 +210,8 @@ class RolloutScorer(contextlib.AbstractContextManager["RolloutScorer"]):
             names.append(ENVIRONMENT_TERM)
             has_environment = np.array([bool(log.environment) for log in rollouts.episode_logs])
             weights[ENVIRONMENT_TERM] = self._config.environment_weight * has_environment
-            episode_rewards = [log.reward + sum(log.turn_rewards) for log in rollouts.episode_logs]
+            logs_and_roles = zip(rollouts.episode_logs, rollouts.role_ids.tolist(), strict=True)
+            episode_rewards = [log.total_reward(role) for log, role in logs_and_roles]
             values[ENVIRONMENT_TERM] = np.array(episode_rewards)
             weighted_turn_rewards = self._config.environment_weight * turn_rewards(rollouts)
 
@@ -216,7 +236,49 @@ class RolloutScorer(contextlib.AbstractContextManager["RolloutScorer"]):
             turn_rewards=weighted_turn_rewards,
             failures=tuple(failures),
             excluded=left_out,
+            votes=votes,
         )
+
+    def _ask_judge(
+        self,
+        name: str,
+        rollouts: Rollouts,
+        rows: np.ndarray,
+        values: Float[np.ndarray, " B"],
+        failures: list[str],
+    ) -> tuple[int, dict[str, Float[np.ndarray, " B"]]]:
+        """Fills a judge's part of `values` and `failures` in place.
+
+        Each host asks about the groups of its own share. Returns the number of rows without a vote,
+        and `Rewards.votes`. RewardError for the first of these rows if failures stop the run.
+        """
+        own_groups = rollouts.comparison_ids[rows] % jax.process_count() == jax.process_index()
+        own_rows = rows[own_groups].tolist()
+
+        def ask() -> list[Any]:
+            judged = self._judges[name].score(rollouts, own_rows)
+            columns = {key: array.tolist() for key, array in judged.statistics.items()}
+            return [own_rows, judged.scores.tolist(), list(judged.failures), columns]
+
+        votes = {f"{name}/{key}": np.full(len(values), np.nan) for key in VOTE_STATISTICS}
+        num_failures = 0
+        for judged_rows, scores, reasons, columns in multihost.run_on_all_hosts(ask):
+            values[judged_rows] = scores
+            for key, column in columns.items():
+                votes[f"{name}/{key}"][judged_rows] = column
+            for row, score_row in enumerate(judged_rows):
+                if not (reason := reasons[row]):
+                    continue
+                num_failures += 1
+                values[score_row] = self._config.failure_score
+                failures[score_row] = failures[score_row] or f"{name}: {reason}"
+                if self._config.on_failure == "stop":
+                    raise RewardError(
+                        f"judge {name!r}, row {score_row}: {reason}\nCorrect the address or the"
+                        " rubric, or set rewards.on_failure='score' to give such responses"
+                        f" {self._config.failure_score:g}, or 'leave_out' to learn without them"
+                    )
+        return num_failures, votes
 
     def _calls(self, rollouts: Rollouts, first_row: int = 0) -> list[tuple[str, RewardCall]]:
         """The calls of reward functions, each with the name of its term."""
@@ -232,6 +294,8 @@ class RolloutScorer(contextlib.AbstractContextManager["RolloutScorer"]):
                 if rollouts.episode_logs:
                     log = rollouts.episode_logs[row]
                     info |= {"messages": log.messages, "num_turns": log.num_turns}
+                    if rollouts.roles is not None:
+                        info["role"] = int(rollouts.roles[row])
                 call = RewardCall(
                     function=term.function,
                     row=first_row + row,

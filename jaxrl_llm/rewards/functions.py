@@ -121,9 +121,10 @@ REWARD_FUNCTIONS: Mapping[str, Any] = {
     "code": "jaxrl_llm.rewards.code:code",
     "format": f"{__name__}:format_match",
     "length": f"{__name__}:length",
+    "reasoning_gym": "jaxrl_llm.rewards.reasoning_gym:score_answer",
 }
 # Packages of extras that built-in functions need; the extra is named like the function.
-_EXTRA_PACKAGES: Mapping[str, str] = {"math": "math_verify"}
+_EXTRA_PACKAGES: Mapping[str, str] = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 
 def check_installed(name: str) -> None:

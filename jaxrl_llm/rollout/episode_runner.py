@@ -84,6 +84,7 @@ class EpisodeSequence:
     # [tokens, support_tokens], of `tokens`, see `Rollouts.support`
     support: np.ndarray | None = None
     last_turn: tuple[int, int] = (0, 0)  # its last turn: request number, index of the sample in it
+    role: int = 0  # who speaks, see `Rollouts.roles`
 
     @property
     def num_partial(self) -> int:

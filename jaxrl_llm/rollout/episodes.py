@@ -122,6 +122,8 @@ def to_rollouts(
     starts = [len(s.prompt) for s in sequences]
     ends = [start + len(s.tokens) for start, s in zip(starts, sequences, strict=True)]
     shape = (len(sequences), max(width, padded_width(max(ends), engine.max_tokens)))
+    # Of a whole run, not of a wave: waves are concatenated.
+    has_roles = any(log.role_rewards for log in logs)
     rollouts = Rollouts(
         tokens=np.zeros(shape, np.int32),
         response_mask=np.zeros(shape, bool),
@@ -140,6 +142,7 @@ def to_rollouts(
         else None,
         episode_logs=tuple(logs[s.episode] for s in sequences) if logs else (),
         images=tuple(s.images for s in sequences),
+        roles=np.array([s.role for s in sequences], np.int32) if has_roles else None,
     )
     for row, s in enumerate(sequences):
         response = slice(starts[row], ends[row])

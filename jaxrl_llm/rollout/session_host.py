@@ -32,6 +32,7 @@ class SessionRequest:
     num_top_log_probs: int = 0
     num_prompt_top: int | None = None  # as of an engine request
     grammar: str = ""  # that constrains the samples, in llguidance's JSON; "": none
+    role: int = 0  # who asks, an index of `agent.roles`
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "SessionRequest":

@@ -34,37 +34,40 @@ class SessionRecorder:
         self._episode, self._key, self._params = episode, key, params
         self.sequences: list[EpisodeSequence] = []
         self._busy: list[EpisodeSequence] = []  # a request continues them
-        self._num_equal_prompts: Counter[tuple[int, ...]] = Counter()
+        self._num_equal_prompts: Counter[tuple[int, tuple[int, ...]]] = Counter()
 
     @property
     def num_sampled(self) -> int:
         """Sampled tokens of all sequences."""
         return sum(sum(sequence.sampled) for sequence in self.sequences)
 
-    def empty_sequence(self, prompt: tuple[int, ...]) -> EpisodeSequence:
+    def empty_sequence(self, prompt: tuple[int, ...], role: int = 0) -> EpisodeSequence:
         """A sequence without sampled tokens, for a session without any."""
-        return EpisodeSequence(self._episode, prompt, self._params, self._key)
+        return EpisodeSequence(self._episode, prompt, self._params, self._key, role=role)
 
-    def request_keys(self, prompt: tuple[int, ...], count: int) -> np.ndarray:
+    def request_keys(self, prompt: tuple[int, ...], count: int, role: int = 0) -> np.ndarray:
         """Raw random keys [count, 2] for the samples of the session's next request.
 
-        They follow from the episode's key, the prompt and how often the session has sent this
-        prompt before, not from the time or the order of requests: a repeated run of a
+        They follow from the episode's key, the role, the prompt and how often the session has sent
+        this prompt before, not from the time or the order of requests: a repeated run of a
         deterministic agent draws the same samples, and a retry draws others.
         """
-        occurrence = self._num_equal_prompts[prompt]
-        self._num_equal_prompts[prompt] += 1
-        return session_keys(self._key, prompt, occurrence, count)
+        occurrence = self._num_equal_prompts[role, prompt]
+        self._num_equal_prompts[role, prompt] += 1
+        return session_keys(self._key, prompt, occurrence, count, role)
 
-    def open(self, prompt: tuple[int, ...]) -> EpisodeSequence | None:
+    def open(self, prompt: tuple[int, ...], role: int = 0) -> EpisodeSequence | None:
         """Reserves the longest sequence that a prompt continues; None: it begins a branch.
 
+        A sequence is of one role: no other role continues it.
         `record` or `release` ends the reservation.
         """
         candidates = [
             sequence
             for sequence in self.sequences
-            if not any(sequence is busy for busy in self._busy) and _continues(prompt, sequence)
+            if sequence.role == role
+            and not any(sequence is busy for busy in self._busy)
+            and _continues(prompt, sequence)
         ]
         if not candidates:
             return None
@@ -82,6 +85,7 @@ class SessionRecorder:
         prompt: tuple[int, ...],
         completion: Completion,
         last_turn: tuple[int, int] = (0, 0),
+        role: int = 0,
     ) -> None:
         """Appends a sampled turn to the sequence that `open` reserved, or begins a branch.
 
@@ -89,7 +93,7 @@ class SessionRecorder:
           last_turn: Request number of the engine and index of the sample in it.
         """
         if sequence is None:
-            sequence = self.empty_sequence(prompt)
+            sequence = self.empty_sequence(prompt, role)
         else:
             self.release(sequence)
             sequence.append_reply(prompt[len(sequence.prompt) + len(sequence.tokens) :])
@@ -100,10 +104,13 @@ class SessionRecorder:
 
 
 def session_keys(
-    episode_key: np.ndarray, prompt: Sequence[int], occurrence: int, count: int
+    episode_key: np.ndarray, prompt: Sequence[int], occurrence: int, count: int, role: int = 0
 ) -> np.ndarray:
     """Raw random keys [count, 2] of a request's samples; see `SessionRecorder.request_keys`."""
-    content = np.asarray([*np.asarray(episode_key).tolist(), occurrence, *prompt], "<i8").tobytes()
+    # A negative number is no token: the first role has the keys of a run without roles.
+    marks = [-role] if role else []
+    numbers = [*np.asarray(episode_key).tolist(), occurrence, *marks, *prompt]
+    content = np.asarray(numbers, "<i8").tobytes()
     digests = (
         hashlib.blake2b(content, digest_size=8, salt=index.to_bytes(8, "little")).digest()
         for index in range(count)

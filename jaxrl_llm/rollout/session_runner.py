@@ -231,7 +231,11 @@ class SessionRunner:
         if progress.finish_reason:
             del self._running[progress.request, progress.sample]
             self._recorders[sample.episode].record(
-                sample.continues, sample.request.prompt, sample.completion, sample.engine_sample
+                sample.continues,
+                sample.request.prompt,
+                sample.completion,
+                sample.engine_sample,
+                sample.request.role,
             )
             self._retained[sample.episode].append(sample.engine_sample)
         number = sample.request.number
@@ -241,7 +245,7 @@ class SessionRunner:
 
     def _open_request(self, episode: int, request: SessionRequest) -> None:
         recorder, limits = self._recorders[episode], self._episode_params[episode]
-        keys = recorder.request_keys(request.prompt, request.num_samples)
+        keys = recorder.request_keys(request.prompt, request.num_samples, request.role)
         num_left = limits.max_tokens - recorder.num_sampled
         if num_left <= 0:
             self._wave.refuse(
@@ -261,7 +265,7 @@ class SessionRunner:
             stop_strings=tuple(dict.fromkeys((*limits.stop_strings, *request.stop_strings))),
             num_top_log_probs=request.num_top_log_probs,
         )
-        sequence = recorder.open(request.prompt)
+        sequence = recorder.open(request.prompt, request.role)
         samples = [
             SessionSample(episode, request, i, key, params, None if i else sequence)
             for i, key in enumerate(keys)

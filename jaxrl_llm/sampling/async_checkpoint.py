@@ -78,6 +78,7 @@ def sequence_fields(sequence: episode_runner.EpisodeSequence) -> dict[str, Any]:
         },
         "key": np.asarray(sequence.key).tolist(),
         "stopped": sequence.stopped,
+        "role": sequence.role,
         "num_routes": 0 if routes is None else routes.shape[1],
         "routes": b"" if routes is None else routes.astype(ROUTE_DTYPE).tobytes(),
         "max_support": 0 if support is None else support.shape[1],
@@ -104,6 +105,7 @@ def sequence_from_fields(
         params=params,
         key=np.array(saved["key"], np.uint32),
         stopped=saved["stopped"],
+        role=saved.get("role", 0),  # checkpoints of earlier versions have none
         routes=routes,
         support=support,
         **columns,

@@ -208,6 +208,7 @@ def _scored_rollouts(
         ),
         prompts=prompts,
         responses=tuple(row["output"] for row in rows),
+        roles=np.array([row["role"] for row in rows], np.int32) if "role" in rows[0] else None,
     )
 
     def column(name: str) -> np.ndarray:

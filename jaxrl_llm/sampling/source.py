@@ -184,10 +184,12 @@ class SyncSource:
             uniform = np.asarray(
                 shaping.uniform_groups(
                     jnp.asarray(_compared_scores(self._config, rewards)),
-                    jnp.asarray(rollouts.group_ids),
+                    jnp.asarray(rollouts.comparison_ids),
                     jnp.asarray(is_kept),
                 )
             )
+            # With roles: the groups of all of them.
+            uniform = ~np.isin(rollouts.group_ids, rollouts.group_ids[~uniform])
             is_lost = ~np.isin(rollouts.group_ids, rollouts.group_ids[is_kept])  # no scored row
             uniform = uniform | is_lost
             rewards = dataclasses.replace(rewards, num_dropped=int(uniform.sum()))
@@ -260,9 +262,9 @@ def without_lone_rows(config: RLConfig, rollouts: Rollouts, rewards: Rewards) ->
     if rewards.excluded is None or not compares:
         return rewards
     ends = np.arange(len(rewards.scores)) == rollouts.last_rows  # an episode counts once
-    members = rollouts.group_ids[rewards.valid_rows & ends]
-    sizes = np.bincount(members, minlength=len(rollouts.prompts))
-    is_alone = sizes[rollouts.group_ids] < 2
+    groups = rollouts.comparison_ids
+    sizes = np.bincount(groups[rewards.valid_rows & ends], minlength=groups.max() + 1)
+    is_alone = sizes[groups] < 2
     return dataclasses.replace(rewards, excluded=rewards.excluded | is_alone)
 
 

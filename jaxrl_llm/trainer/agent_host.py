@@ -41,6 +41,7 @@ def make_agent_host(
         call_format=call_format(config.agent, models.tokenizer),
         constrains_replies=config.rollout.support_tokens > 0,
     )
-    judged_sources = {term.data_source for term in config.rewards.functions.values()}
-    judged_sources |= {term.data_source for term in config.rewards.models.values()}
+    rewards = config.rewards
+    judging = *rewards.functions.values(), *rewards.models.values(), *rewards.judges.values()
+    judged_sources = {term.data_source for term in judging}
     return HarnessManager(config.agent, served, judged_sources)

@@ -79,8 +79,7 @@ class Evaluator:
             key = jax.random.fold_in(self._key, wave)
             rollouts, _ = self._sampler.rollout(weights, prompts, [sampling] * n, key)
             rewards = source.score_episodes(self._score, rollouts)
-            last_rows = np.unique(rollouts.last_rows)  # one row per episode
-            rollouts, rewards = source.take_rows(rollouts, rewards, last_rows)
+            rollouts, rewards = source.take_rows(rollouts, rewards, rollouts.episode_rows)
             num_failures += rewards.num_failures
             lengths.append(rollouts.response_mask.sum(1))
             for i, prompt in enumerate(prompts.prompts):

@@ -93,7 +93,7 @@ def train(
 
             # Learn, unless an alert forbids it or there is nothing to learn from.
             run.commit_step()
-            reward_metrics = statistics.reward_metrics(rewards, rollouts.group_ids)
+            reward_metrics = statistics.reward_metrics(rewards, rollouts.comparison_ids)
             update_metrics: dict[str, float] = {}
             update_allowed = run.alerts.allow_update({**estimate_metrics, **reward_metrics})
             if update_allowed and phase.has_signal(reward_metrics, estimates):

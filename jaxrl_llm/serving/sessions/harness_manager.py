@@ -69,7 +69,9 @@ class HarnessManager(SessionHost, contextlib.AbstractContextManager["HarnessMana
             self._pool = make_agent_pool(config)
             stack.callback(self._pool.close)
             self._server = stack.enter_context(
-                SessionServer(self._served, config.max_requests, config.harness_timeout_s)
+                SessionServer(
+                    self._served, config.max_requests, config.harness_timeout_s, config.roles
+                )
             )
             self._stack = stack.pop_all()
         self._num_sessions = 0
@@ -136,7 +138,8 @@ class HarnessManager(SessionHost, contextlib.AbstractContextManager["HarnessMana
             messages=list(session.dialogue()),
             environment="" if reward is None else HARNESS,
             num_turns=session.num_replies,
-            reward=float(reward or 0.0),
+            reward=0.0 if isinstance(reward, Mapping) else float(reward or 0.0),
+            role_rewards=self._role_rewards(reward),
             errors=session.errors,
             seconds=float(answer.get("seconds", 0.0)),
             num_rewritten=session.num_rewritten,
@@ -145,6 +148,12 @@ class HarnessManager(SessionHost, contextlib.AbstractContextManager["HarnessMana
         )
         log.errors.update({f"harness_{problem}": 1} if problem else {})
         return log
+
+    def _role_rewards(self, reward: float | Mapping[str, float] | None) -> list[float]:
+        """The reward of each role, the same for all if the harness gave one number; [] without."""
+        if isinstance(reward, Mapping):
+            return [float(reward[role]) for role in self._config.roles]
+        return [float(reward or 0.0)] * len(self._config.roles)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,9 +101,9 @@ class Session:
             return self._tree.prompt_tokens(chat)
 
     def submit(
-        self, requests: Sequence[Request], listener: Callable[[SampleEvent], None]
+        self, requests: Sequence[Request], listener: Callable[[SampleEvent], None], role: int = 0
     ) -> Ticket:
-        """Passes requests on to the engine loop; raises `RequestRejected` beyond a limit."""
+        """Passes a role's requests to the engine loop; raises `RequestRejected` beyond a limit."""
         ticket = Ticket(tuple(requests), listener, sum(len(each.params) for each in requests))
         with self._lock:
             if self.is_closed:
@@ -141,6 +141,7 @@ class Session:
                     params.num_top_log_probs,
                     request.num_prompt_top,
                     request.grammar.text if request.grammar else "",
+                    role,
                 )
                 self._push(SessionEvent(self.episode, request=session_request))
         return ticket

@@ -1,5 +1,5 @@
 """The HTTP server of a training run: the application of `serving/app.py` under an address for each
-session, `http://127.0.0.1:PORT/session/ID/v1`.
+session, `http://127.0.0.1:PORT/session/ID/v1`, and for each role in it, `.../ID/role/NAME/v1`.
 """
 
 import asyncio
@@ -28,10 +28,11 @@ from jaxrl_llm.serving.sessions.session import ReplyParser, Session
 
 _HOST = "127.0.0.1"
 _BODY_BYTES = 1 << 25  # dialogues of long episodes are sent whole with each request
-_PATH = re.compile(r"/session/([0-9a-f]{32})(/.*)")
+_PATH = re.compile(r"/session/([0-9a-f]{32})(?:/role/([^/]*))?(/.*)")
 
 # The session of the request that is handled, in its task and in the tokenizer thread.
 _current_session: contextvars.ContextVar[Session] = contextvars.ContextVar("session")
+_current_role: contextvars.ContextVar[int] = contextvars.ContextVar("role", default=0)
 
 
 class SessionDriver:
@@ -43,7 +44,7 @@ class SessionDriver:
         self, requests: Sequence[Request], listener: Callable[[SampleEvent], None]
     ) -> Ticket:
         """Submits to the current session; raises `RequestRejected`."""
-        return _current_session.get().submit(requests, listener)
+        return _current_session.get().submit(requests, listener, _current_role.get())
 
     def cancel(self, ticket: Ticket) -> None:
         """Cancels in the current session."""
@@ -53,14 +54,21 @@ class SessionDriver:
 class SessionServer(contextlib.AbstractContextManager["SessionServer"]):
     """Serves sessions in a thread of its own, until it is left as a context manager."""
 
-    def __init__(self, served: ServedModel, max_requests: int, request_s: float):
+    def __init__(
+        self,
+        served: ServedModel,
+        max_requests: int,
+        request_s: float,
+        roles: Sequence[str] = (),
+    ):
         """
         Args:
           served: The policy; its tokenizer is used by the threads of the server.
           max_requests: Of a session.
           request_s: Time limit of a request in seconds.
+          roles: Those that have an address in a session; empty: a session is one speaker.
         """
-        self._max_requests = max_requests
+        self._max_requests, self._roles = max_requests, tuple(roles)
         self._served = dataclasses.replace(
             served,
             tokenize_chat=lambda chat: _current_session.get().prompt_tokens(chat),
@@ -128,6 +136,17 @@ class SessionServer(contextlib.AbstractContextManager["SessionServer"]):
             with contextlib.suppress(RuntimeError):  # the loop has just been closed
                 self._loop.call_soon_threadsafe(function, *arguments)
 
+    def _role_problem(self, role: str | None) -> str:
+        """Why an address has no role, or one that there is not; "" if it is right."""
+        if not self._roles:
+            rule = "this run has no roles (config.agent.roles); leave /role/NAME out"
+            return rule if role is not None else ""
+        if role in self._roles:
+            return ""
+        known = ", ".join(self._roles)
+        what = f"no role {role!r}" if role is not None else "a request of no role"
+        return f"{what}; send it to /session/ID/role/NAME/v1, NAME one of {known}"
+
     def _with_session(self, app: ASGIApp) -> ASGIApp:
         """The application below the address of each session; 404 and 410 without a session."""
 
@@ -135,19 +154,23 @@ class SessionServer(contextlib.AbstractContextManager["SessionServer"]):
             if scope["type"] != "http":
                 return await app(scope, receive, send)
             match = _PATH.fullmatch(scope["path"])
-            session_id, path = match.groups() if match else ("", scope["path"])
+            session_id, role, path = match.groups() if match else ("", None, scope["path"])
             session = self._sessions.get(session_id)
-            if session is None:
+            problem = self._role_problem(role)
+            if session is None or problem:
                 is_known = session_id in self._sessions
                 error = ApiError(
                     410 if is_known else 404,
                     "the session has ended" if is_known else "no such session",
                     code="session_ended" if is_known else "session_not_found",
                 )
+                if session is not None:
+                    error = ApiError(404, problem, code="role_not_found")
                 is_anthropic = path.startswith(messages_api.PATH)
                 body = messages_api.error_body(error) if is_anthropic else error.body
                 return await JSONResponse(body, error.status)(scope, receive, send)
             _current_session.set(session)
+            _current_role.set(self._roles.index(role) if role else 0)
             inner = {**scope, "path": path, "raw_path": path.encode()}
             return await app(inner, receive, send)
 
