@@ -113,7 +113,7 @@ class EpisodeLog:
     seconds: float = 0.0  # spent in tool calls and environment steps
     num_rewritten: int = 0  # times the template rewrote history, which starts a new sequence
     # Of a black-box agent:
-    num_branches: int = 0  # sequences beyond the first
+    num_branches: int = 0  # sequences beyond the first of each role
     num_unmatched: int = 0  # replies that came back changed, so that a branch began
     num_requests: int = 0
 

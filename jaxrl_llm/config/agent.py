@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from jaxrl_llm.config.validation import ConfigGroup, Count, File, Name, Problems, Range, Real
 
-ADAPTERS = ("gymnasium", "mcp", "openenv", "verifiers")
+ADAPTERS = ("gymnasium", "mcp", "openenv", "textarena", "verifiers")
 BUILTIN_TOOLS = ("calculator", "python", "search")
 # Values of a row's `agent_name` that mean: tools and no environment; one answer without either.
 TOOLS_ALONE, SINGLE_TURN = "tool_agent", "single_turn_agent"
@@ -23,7 +23,7 @@ _FUNCTION_PATH = re.compile(r"[^\s:]+:[A-Za-z_]\w*")
 class EnvironmentConfig(ConfigGroup):
     """One kind of environment; rows choose it by their column `agent_name` (docs/agents.md)."""
 
-    # A class or function of yours that makes one; or gymnasium, mcp, openenv, verifiers.
+    # A class or function of yours that makes one; or gymnasium, mcp, openenv, textarena, verifiers.
     environment: Name = ""
     # For adapters: the id of an environment or a taskset, the command or the address of a server.
     address: Name = ""

@@ -325,7 +325,8 @@ class SessionRunner:
         recorder, prompt = self._recorders.pop(episode), self._prompts.pop(episode)
         for engine_sample in self._retained.pop(episode, ()):
             self._engine.free(*engine_sample)
-        log.num_branches = max(0, len(recorder.sequences) - 1)
+        roles = {sequence.role for sequence in recorder.sequences}
+        log.num_branches = len(recorder.sequences) - len(roles)
         self.logs[episode] = log
         self.sequences[episode] = recorder.sequences or [recorder.empty_sequence(prompt.tokens)]
         del self._episode_params[episode]

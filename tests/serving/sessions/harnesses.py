@@ -115,3 +115,24 @@ async def many_at_once(row, base_url):
     calls = [loop.run_in_executor(None, chat, base_url, row["prompt"]) for _ in range(3)]
     await asyncio.gather(*calls)
     return 1
+
+
+def two_roles(row, base_url):
+    """Two speakers with the same first prompt; the second one goes on, and others are refused."""
+    from jaxrl_llm.agents.harness import role_address
+
+    first, second = (role_address(base_url, role) for role in ("proposer", "solver"))
+    messages = [*row["prompt"]]
+    chat(first, messages)
+    messages.append(chat(second, messages))
+    messages.append({"role": "user", "content": "Go on."})
+    chat(second, messages)
+    body = {"model": "m", "messages": row["prompt"]}
+    for address in (base_url, role_address(base_url, "judge")):
+        status, error = post(f"{address}/chat/completions", body)
+        assert status == 404 and "NAME one of proposer, solver" in error["error"]["message"]
+    return {"reward": {"proposer": 0.25, "solver": row["number"]}}
+
+
+def one_role_short(row, base_url):
+    return {"reward": {"proposer": 1.0}}

@@ -116,3 +116,22 @@ def test_what_cannot_work_is_named_before_or_at_the_first_row():
     with pytest.raises(AgentError, match="returned no reward for row 0"):
         played("by_openai", judged=("other",))
     assert dataclasses.replace(SERVED, name="n").tokenize_chat is None
+
+
+def test_roles_have_sequences_and_rewards_of_their_own():
+    roles = ("proposer", "solver")
+    sequences, logs, _ = played("two_roles", roles=roles)
+    for episode, log in zip(sequences, logs, strict=True):
+        assert not log.errors and log.environment == "harness"
+        assert [sequence.role for sequence in episode] == [0, 1]
+        assert [np.sum(np.diff([0, *s.sampled]) == 1) for s in episode] == [1, 2]
+        assert [log.total_reward(role) for role in (0, 1)] == [0.25, 7.0]
+        assert log.num_branches == 0
+        # The same prompt, but another sample for another role.
+        assert episode[0].prompt == episode[1].prompt
+        assert episode[0].tokens != episode[1].tokens[: len(episode[0].tokens)]
+    _, (log, _), _ = played("one_role_short", roles=roles, failure_reward=-2.0)
+    assert log.errors == {"harness_exception": 1} and log.role_rewards == [-2.0, -2.0]
+    # One number is of all roles, and a role's address is none without roles.
+    _, (log, _), _ = played("two_roles")
+    assert log.errors == {"harness_exception": 1}
