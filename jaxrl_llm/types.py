@@ -177,7 +177,8 @@ class Rollouts:
     @property
     def last_rows(self) -> Int[np.ndarray, " B"]:
         """The last row of each row's episode and role: itself, unless history was rewritten."""
-        keys = [(id(log), role) for log, role in zip(self.episode_logs, self.role_ids.tolist())]
+        pairs = zip(self.episode_logs, self.role_ids.tolist(), strict=False)  # there may be no logs
+        keys = [(id(log), role) for log, role in pairs]
         last = {key: row for row, key in enumerate(keys)}
         rows = [last[key] for key in keys] or range(len(self.lengths))
         return np.array(rows, np.int32)

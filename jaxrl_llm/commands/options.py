@@ -330,6 +330,15 @@ class ConfigsOptions(Options):
     json: bool = option("Print a JSON list.", False)
 
 
+class EnvsOptions(Options):
+    """Lists the environments and tasks of other packages, and which are installed."""
+
+    module = "envs"
+
+    names: str = option("List what this kind offers, for example reasoning_gym.", "")
+    json: bool = option("Print a JSON list.", False)
+
+
 class NewOptions(Options):
     """Writes a copy of a starter config to edit.
 
@@ -358,6 +367,7 @@ COMMANDS: Mapping[str, type[Options]] = {
     "view": ViewOptions,
     "control": ControlOptions,
     "configs": ConfigsOptions,
+    "envs": EnvsOptions,
     "new": NewOptions,
 }
 # Started only by scripts of `launch/`.

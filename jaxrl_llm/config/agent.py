@@ -15,7 +15,13 @@ TOOLS_ALONE, SINGLE_TURN = "tool_agent", "single_turn_agent"
 # Settings without effect on a harness, and those without effect on tools and environments.
 _TOOL_FIELDS = ["default", "max_turns", "max_calls", "max_result_characters", "cut_results"]
 _TOOL_FIELDS += ["timeout_s", "max_tool_s", "corpus"]
-_HARNESS_FIELDS = ["roles", "harness_timeout_s", "max_requests", "max_harness_processes", "failure_reward"]
+_HARNESS_FIELDS = [
+    "roles",
+    "harness_timeout_s",
+    "max_requests",
+    "max_harness_processes",
+    "failure_reward",
+]
 _ROLE = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")  # part of an address
 _FUNCTION_PATH = re.compile(r"[^\s:]+:[A-Za-z_]\w*")
 
@@ -111,6 +117,14 @@ class AgentConfig(ConfigGroup):
         only = next(iter(self.environments)) if len(self.environments) == 1 else ""
         name = agent_name or self.default or only
         return "" if name in (TOOLS_ALONE, SINGLE_TURN) else name
+
+    def advantage_rules(self, advantage: str) -> Problems:
+        """Yields a problem if an advantage does not tell roles apart."""
+        if self.roles and advantage in ("remax", "gae"):
+            message = (
+                f"{advantage!r} does not tell agent.roles apart; use one that compares a group"
+            )
+            yield "algorithm.advantage", f"{message}, such as 'grpo'"
 
     def rules(self) -> Problems:
         for i, tool in enumerate(self.tools):

@@ -432,14 +432,10 @@ class RLConfig(JobConfig):
         """Rewards of held-out responses: `evaluation.functions`, or those of training if empty."""
         if not (functions := self.evaluation.functions):
             return self.rewards
-        return dataclasses.replace(
-            self.rewards,
-            functions=functions,
-            models={},
-            judges={},
-            cost_functions={},
-            cost_models={},
-        )
+        only = RewardsConfig(functions=functions)
+        others = ("models", "judges", "cost_functions", "cost_models")
+        changes = {name: getattr(only, name) for name in ("functions", *others)}
+        return dataclasses.replace(self.rewards, **changes)
 
     def rules(self) -> Problems:
         sequences, size = self.sequences_per_step, self.minibatch_size
@@ -496,9 +492,7 @@ class RLConfig(JobConfig):
             if self.agent.harness and self.trainer.schedule != "free":
                 message = "when a harness sends its requests cannot be recorded; use 'free'"
                 yield "trainer.schedule", message
-        if self.agent.roles and self.algorithm.advantage in ("remax", "gae"):
-            message = f"{self.algorithm.advantage!r} does not tell roles apart; use one that"
-            yield "algorithm.advantage", f"{message} compares a group, such as 'grpo'"
+        yield from self.agent.advantage_rules(self.algorithm.advantage)
         if self.agent.max_turn_tokens > self.rollout.max_response_tokens:
             message = f"{self.agent.max_turn_tokens} exceeds rollout.max_response_tokens="
             yield "agent.max_turn_tokens", f"{message}{self.rollout.max_response_tokens}"
@@ -518,8 +512,7 @@ class RLConfig(JobConfig):
                     yield f"rewards.{group}.{name}.pairs", f"{message}, name files of them"
 
     def _teacher_rules(self) -> Problems:
-        rewards = self.rewards
-        if rewards.functions or rewards.models or rewards.judges or self.agent.gives_rewards:
+        if self.rewards.has_terms or self.agent.gives_rewards:
             return
         if not self.distillation.teachers:
             message = "no reward at all; add rewards.functions or rewards.models, or"

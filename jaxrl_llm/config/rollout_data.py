@@ -443,6 +443,11 @@ class RewardsConfig(ConfigGroup):
             if shared := set(functions) & set(models):
                 yield f"{kind}models", f"names used twice: {', '.join(sorted(shared))}"
 
+    @property
+    def has_terms(self) -> bool:
+        """Whether anything but environments gives rewards."""
+        return bool(self.functions or self.models or self.judges)
+
     def term_rules(self, name: str) -> Problems:
         """Yields a problem if dynamic sampling compares a term that there is not; "": the score."""
         known = *self.functions, *self.models, *self.judges, "environment"

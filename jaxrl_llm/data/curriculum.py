@@ -93,7 +93,10 @@ def level_weights(
         current = own_levels[-1]
         for level in own_levels:
             rows = is_own & (levels == level)
-            if successes[rows].sum() < _MASTERED_RATE * answers[rows].sum() or not answers[rows].any():
+            if (
+                successes[rows].sum() < _MASTERED_RATE * answers[rows].sum()
+                or not answers[rows].any()
+            ):
                 current = level
                 break
         weights[is_own & (levels < current)] = floor

@@ -81,7 +81,11 @@ def make_dataset(name: str, level: int, settings: str, seed: int = 0, size: int 
 
     if name not in factory.DATASETS:
         similar = difflib.get_close_matches(name, factory.DATASETS, n=3, cutoff=0.5)
-        hint = f"did you mean {', '.join(similar)}?" if similar else "jaxrl_llm envs lists all"
+        hint = (
+            f"did you mean {', '.join(similar)}?"
+            if similar
+            else "jaxrl_llm envs --names=reasoning_gym lists all"
+        )
         raise DataError(f"no generator is called {name!r}; {hint}")
     if name == "composite":
         raise DataError(f"'composite' is made of other generators; {_PARTS_REMEDY}")
@@ -103,8 +107,8 @@ def make_dataset(name: str, level: int, settings: str, seed: int = 0, size: int 
         raise DataError(f"{message}; correct them, or lower data.reasoning_gym.levels") from error
 
 
-def _generated(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What "all" leaves out, then the rows of a request of `rows`, made in this process."""
+def _generated_rows(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A header with the kinds that "all" leaves out, then the rows of a request of `rows`."""
     from reasoning_gym import factory
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
@@ -194,7 +198,7 @@ def main() -> None:
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # generators may print
     try:
-        for row in _generated(json.load(sys.stdin)):
+        for row in _generated_rows(json.load(sys.stdin)):
             print(json.dumps(row), file=output)
     except UserError as error:
         print(json.dumps({"problem": str(error)}), file=output)

@@ -15,36 +15,36 @@ def to_typed_json(value: Any) -> str:
     >>> from_typed_json(to_typed_json({"grid": ((1, 2), (3, 4)), "seen": {0: [True, None]}}))
     {'grid': ((1, 2), (3, 4)), 'seen': {0: [True, None]}}
     """
-    return json.dumps(_encoded(value))
+    return json.dumps(_to_json(value))
 
 
 def from_typed_json(text: str) -> Any:
     """The value that `to_typed_json` encoded."""
-    return _decoded(json.loads(text))
+    return _from_json(json.loads(text))
 
 
-def _encoded(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if hasattr(value, "item") and not isinstance(value, (list, tuple, dict)):
         value = value.item()  # a numpy scalar
     if isinstance(value, tuple):
-        return {_TUPLE: [_encoded(each) for each in value]}
+        return {_TUPLE: [_to_json(each) for each in value]}
     if isinstance(value, list):
-        return [_encoded(each) for each in value]
+        return [_to_json(each) for each in value]
     if not isinstance(value, dict):
         return value
     is_plain = all(isinstance(key, str) for key in value) and not {_TUPLE, _ITEMS} & {*value}
     if is_plain:
-        return {key: _encoded(each) for key, each in value.items()}
-    return {_ITEMS: [[_encoded(key), _encoded(each)] for key, each in value.items()]}
+        return {key: _to_json(each) for key, each in value.items()}
+    return {_ITEMS: [[_to_json(key), _to_json(each)] for key, each in value.items()]}
 
 
-def _decoded(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     if isinstance(value, list):
-        return [_decoded(each) for each in value]
+        return [_from_json(each) for each in value]
     if not isinstance(value, dict):
         return value
     if _TUPLE in value:
-        return tuple(_decoded(each) for each in value[_TUPLE])
+        return tuple(_from_json(each) for each in value[_TUPLE])
     if _ITEMS in value:
-        return {_decoded(key): _decoded(each) for key, each in value[_ITEMS]}
-    return {key: _decoded(each) for key, each in value.items()}
+        return {_from_json(key): _from_json(each) for key, each in value[_ITEMS]}
+    return {key: _from_json(each) for key, each in value.items()}

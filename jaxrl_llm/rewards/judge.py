@@ -32,7 +32,7 @@ _MAX_REASON_CHARACTERS = 600
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """What a judge says about some rows."""
+    """The scores of some rows, and how far the votes on them agree."""
 
     scores: Float[np.ndarray, " R"]  # mean of the votes, from 0 to 1; 0 for a failure
     failures: tuple[str, ...]  # why a row has no vote; "": it has
@@ -181,7 +181,9 @@ class Judge(contextlib.AbstractContextManager["Judge"]):
 
 
 def _template(name: str, config: JudgeConfig) -> jinja2.Template:
-    path = pathlib.Path(config.rubric or pathlib.Path(__file__).parent / f"judge_{config.mode}.jinja")
+    path = pathlib.Path(
+        config.rubric or pathlib.Path(__file__).parent / f"judge_{config.mode}.jinja"
+    )
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
     try:
         return environment.from_string(path.read_text(encoding="utf-8"))
@@ -231,7 +233,10 @@ def _judgement(
             continue
         scores[place] = np.mean([group.mean() for group in own])
         together = np.concatenate(own)
-        statistics["mean"][place], statistics["square"][place] = together.mean(), (together**2).mean()
+        statistics["mean"][place], statistics["square"][place] = (
+            together.mean(),
+            (together**2).mean(),
+        )
         if repeated := [group.var(ddof=1) for group in own if len(group) > 1]:
             statistics["variance"][place] = np.mean(repeated)
     return Judgement(scores, tuple(reasons), statistics)

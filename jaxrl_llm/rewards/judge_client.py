@@ -1,4 +1,4 @@
-"""Requests to a judge at an OpenAI-compatible address: retried, and given up where nobody answers."""
+"""Requests to a judge at an OpenAI-compatible address, retried while that may help."""
 
 import concurrent.futures
 import contextlib
@@ -45,7 +45,9 @@ class JudgeClient(contextlib.AbstractContextManager["JudgeClient"]):
         with self._lock:
             if time.monotonic() < self._closed_until:
                 message = f"{_BREAKER_FAILURES} requests in a row failed"
-                return JudgeError(f"{config.address}: {message}; asked again after {_BREAKER_S:g} s")
+                return JudgeError(
+                    f"{config.address}: {message}; asked again after {_BREAKER_S:g} s"
+                )
         delay_s = _FIRST_DELAY_S
         for attempt in range(config.num_retries + 1):
             try:

@@ -16,7 +16,8 @@ def score_answer(
 
     The answer is the text in the last `<answer>...</answer>`, 0 without one; if the prompt did not
     ask for these marks (`has_answer_tag`), it is the whole response. In an episode with tools the
-    policy's last turn counts.
+    policy's last turn counts. An answer on which the generator's scoring raises scores 0, and
+    `unreadable` says why.
 
     Raises:
       ValueError: If the row is none of this task.
@@ -30,8 +31,10 @@ def score_answer(
         solution_str = turns[-1] if turns else ""
     has_tag = extra_info.get("has_answer_tag", True)
     answer = extract_answer(solution_str) if has_tag else solution_str.strip()
-    dataset = make_dataset(
-        extra_info["generator"], extra_info["level"], extra_info["settings"]
-    )
+    dataset = make_dataset(extra_info["generator"], extra_info["level"], extra_info["settings"])
     entry = from_typed_json(extra_info["entry"])
-    return {"score": float(dataset.score_answer(answer, entry)), "pred": answer or ""}
+    try:
+        score, problem = float(dataset.score_answer(answer, entry)), ""
+    except Exception as error:  # some generators cannot read any text as an answer
+        score, problem = 0.0, f"{type(error).__name__}: {error}"
+    return {"score": score, "pred": answer or "", "unreadable": problem}

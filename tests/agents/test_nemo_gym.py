@@ -99,9 +99,7 @@ def played(address, *turns):
     eos = tokenizer.eos_token_id
     served = ServedModel("m", tokenizer, (eos,), len(tokenizer), 4000, call_format="hermes")
     (row,) = nemo_gym.task_rows(address, [json.dumps(TASK)])
-    prompt = Prompt(
-        (5,), "", row["data_source"], "", row["extra_info"], 0, tuple(row["prompt"])
-    )
+    prompt = Prompt((5,), "", row["data_source"], "", row["extra_info"], 0, tuple(row["prompt"]))
     said = itertools.chain(turns, itertools.repeat("never"))
     engine = session_agents.ScriptedEngine(tokenizer, lambda _: next(said), max_tokens=4000)
     config = AgentConfig(harness=f"{nemo_gym.__name__}:solve", harness_timeout_s=60.0)
@@ -116,7 +114,7 @@ def played(address, *turns):
 
 
 def call(name="get_weather", **arguments):
-    return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call>'
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def test_tools_are_called_in_a_session_and_the_output_is_verified():

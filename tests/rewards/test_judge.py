@@ -12,12 +12,12 @@ import pytest
 
 from jaxrl_llm.config import RewardsConfig
 from jaxrl_llm.config.judges import JudgeConfig
+from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.metrics import statistics
 from jaxrl_llm.rewards import judge_client
 from jaxrl_llm.rewards.base import RolloutScorer, check_rewards
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rewards.reward_pool import RewardError
-from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.rollout.structured_outputs import GrammarCompiler, json_part, source_of
 from jaxrl_llm.types import Prompt, Rollouts
 
@@ -184,11 +184,17 @@ def test_requests_are_retried_and_then_given_up(monkeypatch):
     rewards, _, requests = scored(honest, statuses=[503, 429, 500], votes=1, num_retries=3)
     np.testing.assert_allclose(rewards.scores, [0.9, 0.1, 0.4] * 2, rtol=1e-6)
     assert len(requests) == 9
-    with pytest.raises(RewardError, match="status 400: .*busy"):
+    with pytest.raises(RewardError, match=r"status 400: .*busy"):
         scored(honest, statuses=[400] * 99, votes=1)
     # No more requests once a server is given up.
     _, _, requests = scored(
-        honest, rollouts(["good"] * 30), "score", [503] * 999, votes=1, num_retries=0, max_requests=1
+        honest,
+        rollouts(["good"] * 30),
+        "score",
+        [503] * 999,
+        votes=1,
+        num_retries=0,
+        max_requests=1,
     )
     assert len(requests) == judge_client._BREAKER_FAILURES
 
@@ -224,5 +230,7 @@ def test_schemas_are_ones_that_our_server_follows():
 
 
 def test_settings_that_cannot_work():
-    problems = dict(JudgeConfig(min_score=1.0, max_score=1.0, num_opponents=2, temperature=0.0).problems())
+    problems = dict(
+        JudgeConfig(min_score=1.0, max_score=1.0, num_opponents=2, temperature=0.0).problems()
+    )
     assert {*problems} == {"address", "max_score", "num_opponents", "votes"}

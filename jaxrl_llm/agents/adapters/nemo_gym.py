@@ -65,7 +65,7 @@ class ResourcesServer:
 
     def _post(self, path: str, body: Mapping[str, Any]) -> tuple[int, str]:
         try:
-            return _posted(f"{self._address}/{path}", body, self._opener)
+            return _post_json(f"{self._address}/{path}", body, self._opener)
         except OSError as error:
             message = f"{self._address}/{path}: {type(error).__name__}: {error}"
             raise ResourcesServerError(f"{message}; start the server, or correct it") from error
@@ -93,7 +93,7 @@ def solve(row: Mapping[str, Any], base_url: str) -> float:
     output: list[dict[str, Any]] = []
     for _ in range(_MAX_STEPS):
         body = {**params, "model": "policy", "input": [*input_items(params), *output]}
-        _, text = _posted(f"{base_url}/responses", body, raises=True)
+        _, text = _post_json(f"{base_url}/responses", body, raises=True)
         response = json.loads(text)
         output += response["output"]
         calls = [item for item in response["output"] if item["type"] == "function_call"]
@@ -121,7 +121,7 @@ def input_items(params: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
 
 
-def _posted(
+def _post_json(
     url: str,
     body: Mapping[str, Any],
     opener: urllib.request.OpenerDirector | None = None,

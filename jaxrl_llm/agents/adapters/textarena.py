@@ -25,6 +25,11 @@ _MAX_PLAYERS = 15
 Opponent = Callable[[str], str]
 
 
+def game_names() -> list[str]:
+    """The ids of all games of the installed package, without its variants of observations."""
+    return sorted(name for name in ENV_REGISTRY if f"{name}-raw" in ENV_REGISTRY)
+
+
 class Game:
     """A game that is under way."""
 
@@ -37,9 +42,12 @@ class Game:
         """
         spec = ENV_REGISTRY.get(game)
         if spec is None or f"{game}-raw" not in ENV_REGISTRY:
-            names = [name for name in ENV_REGISTRY if f"{name}-raw" in ENV_REGISTRY]
-            similar = difflib.get_close_matches(game, names, n=3, cutoff=0.4)
-            hint = f"did you mean {', '.join(similar)}?" if similar else "jaxrl_llm envs lists all"
+            similar = difflib.get_close_matches(game, game_names(), n=3, cutoff=0.4)
+            hint = (
+                f"did you mean {', '.join(similar)}?"
+                if similar
+                else "jaxrl_llm envs --names=textarena lists all"
+            )
             raise ValueError(f"textarena has no game {game!r}; {hint}")
         self._game = game
         self._env = textarena.make(f"{game}-raw")
@@ -92,15 +100,17 @@ class TextArenaEnv:
         name, _, text = address.partition(" ")
         settings = json.loads(text) if text else {}
         if unknown := {*settings} - {"opponent", "num_players"}:
-            raise ValueError(f"{address!r}: unknown {sorted(unknown)}; known: opponent, num_players")
+            raise ValueError(
+                f"{address!r}: unknown {sorted(unknown)}; known: opponent, num_players"
+            )
         self._game = Game(name, settings.get("num_players", 0))
         self._opponent: Opponent | None = None
         if path := settings.get("opponent"):
             self._opponent = lookup.resolve(path, {}, "opponent")
         elif self._game.num_players > 1:
             raise ValueError(
-                f"{name!r} has {self._game.num_players} players; name an opponent, as"
-                f" '{name} {{\"opponent\": \"file.py:function\"}}', or let the policy play all of them"
+                f"{name!r} has {self._game.num_players} players; name an opponent in its address, "
+                f"""""" '{name} {{"opponent": "file.py:function"}}', or let the policy play all"""
                 " (jaxrl_llm.agents.adapters.textarena.self_play, docs/worlds.md)"
             )
 
@@ -155,13 +165,13 @@ def self_play(
         player, text = state.observation()
         messages = dialogues.setdefault(player, [])
         messages.append({"role": "user", "content": text})
-        reply = _asked(role_address(base_url, f"player_{player}"), messages, fields)
+        reply = _policy_reply(role_address(base_url, f"player_{player}"), messages, fields)
         messages.append(reply)
         state.act(reply.get("content") or "")
     return {"reward": {f"player_{p}": reward for p, reward in state.rewards().items()}}
 
 
-def _asked(
+def _policy_reply(
     base_url: str, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]
 ) -> dict[str, Any]:
     body = {"model": "policy", "messages": messages, **fields}
