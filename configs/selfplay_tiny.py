@@ -14,7 +14,7 @@ import urllib.request
 from jaxrl_llm.config.bridge import default_config_dict
 
 ROLES = ("first", "second")
-MIN_STICKS, MAX_STICKS, MAX_TAKEN = 4, 10, 3
+MIN_STICKS, MAX_STICKS, MAX_TAKEN = 7, 15, 3
 
 
 def ask(base_url, messages, sticks):
@@ -97,6 +97,7 @@ def get_config():
     config.algorithm.recipe = "grpo"
     config.algorithm.samples_per_prompt = 8
     config.algorithm.kl_in = "none"
+    config.algorithm.entropy_coef = 0.03  # a player that is sure too early meets no other moves
     config.trainer.num_steps = 80
     config.trainer.prompts_per_step = 8
     config.trainer.minibatch_size = 32

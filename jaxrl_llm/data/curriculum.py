@@ -17,6 +17,7 @@ from jaxrl_llm.types import Prompt
 
 _SOLVED_RATE = 0.9  # of successes
 _MASTERED_RATE = 0.5  # of a level, at which the next one begins
+_RECENCY = 0.8  # what responses count in the rate of a level, from one draw to the next
 _PRIOR = 0.1  # pseudo-count of responses, half of them successes, for prompts without data
 
 
@@ -68,36 +69,41 @@ def unsolved_weights(answers: np.ndarray, successes: np.ndarray) -> Float[np.nda
 
 
 def level_weights(
-    answers: np.ndarray, successes: np.ndarray, prompts: Sequence[Prompt], floor: float
+    answers: np.ndarray,
+    successes: np.ndarray,
+    last_batch: np.ndarray,
+    batch: int,
+    prompts: Sequence[Prompt],
+    floor: float,
 ) -> Float[np.ndarray, " P"]:
     """Weights of prompts: 1 for those of the current level, `floor` for easier ones, 0 for harder.
 
     The current level of a data source is its lowest `level` (in `extra_info`; 0 without) whose
-    prompts have no success rate of half or more over all their answers. So a level is left once it
-    is mastered, and returned to if it is forgotten; the hardest one is kept when all are mastered.
-    The rate is that of `PromptStatistics`; a level without an answer is not mastered.
+    prompts are solved by less than half of their responses. The rate is over all prompts of the
+    level, those of earlier draws fading by a fifth from each draw to the next, so that it is about
+    the policy of today. So a level is left once it is mastered, and returned to if it is forgotten;
+    the hardest one is kept when all are mastered. A level without responses is not mastered.
 
     >>> prompts = [Prompt((), "", "a", "", {"level": n}, n) for n in (0, 0, 1, 2)]
     >>> zero = np.zeros(4)
-    >>> level_weights(zero, zero, prompts, floor=0.05)
+    >>> level_weights(zero, zero, zero, 1, prompts, floor=0.05)
     array([1., 1., 0., 0.])
-    >>> level_weights(np.array([8.0, 0, 0, 0]), np.array([6.0, 0, 0, 0]), prompts, floor=0.05)
+    >>> answers, successes, last = np.array([[8.0, 0, 0, 0], [6.0, 0, 0, 0], [1.0, 0, 0, 0]])
+    >>> level_weights(answers, successes, last, 2, prompts, floor=0.05)
     array([0.05, 0.05, 1.  , 0.  ])
     """
     levels = np.array([int(prompt.extra_info.get("level", 0)) for prompt in prompts])
     sources = np.array([prompt.data_source for prompt in prompts])
+    recency = np.where(answers > 0, _RECENCY ** np.maximum(batch - 1 - last_batch, 0), 0.0)
     weights = np.zeros(len(prompts))
     for source in np.unique(sources):
         is_own = sources == source
         own_levels = np.unique(levels[is_own])
-        current = own_levels[-1]
-        for level in own_levels:
-            rows = is_own & (levels == level)
-            if (
-                successes[rows].sum() < _MASTERED_RATE * answers[rows].sum()
-                or not answers[rows].any()
-            ):
-                current = level
+        for current in own_levels:
+            rows = is_own & (levels == current)
+            num_answers = np.sum(recency[rows] * answers[rows])
+            num_successes = np.sum(recency[rows] * successes[rows])
+            if not num_answers or num_successes < _MASTERED_RATE * num_answers:
                 break
         weights[is_own & (levels < current)] = floor
         weights[is_own & (levels == current)] = 1.0

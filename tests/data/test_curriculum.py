@@ -9,7 +9,12 @@ import pytest
 from jaxrl_llm.algorithms.lookup import FunctionError
 from jaxrl_llm.config import CurriculumConfig, DataConfig
 from jaxrl_llm.data import curriculum
-from jaxrl_llm.data.curriculum import Curriculum, success_variance_weights, unsolved_weights
+from jaxrl_llm.data.curriculum import (
+    Curriculum,
+    level_weights,
+    success_variance_weights,
+    unsolved_weights,
+)
 from jaxrl_llm.data.datasets import Dataset
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.mixtures import MixtureSchedule
@@ -171,7 +176,7 @@ def test_a_function_of_the_users(tmp_path):
 def test_curriculum_config_is_validated():
     ((field, message),) = CurriculumConfig(choice="succes").problems()
     assert field == "choice"
-    assert "unknown choice 'succes'; known: success, unsolved; or your own" in message
+    assert "unknown choice 'succes'; known: success, unsolved, levels; or your own" in message
 
 
 def test_solved_prompts_are_not_drawn_again():
@@ -184,3 +189,34 @@ def test_solved_prompts_are_not_drawn_again():
     (solved,) = np.flatnonzero(drawn.statistics.successes)
     for _ in range(3):
         assert solved not in indices(drawn.take(3))
+
+
+def test_levels_rise_when_they_are_mastered_and_fall_when_they_are_forgotten():
+    """Two generators with three levels of two prompts each, and prompts without levels."""
+    prompts = [
+        Prompt((1,), "", source, "", {"level": level}, i)
+        for i, (source, level) in enumerate((s, n) for s in "ab" for n in (0, 1, 2) for _ in "12")
+    ]
+    answers, successes, last_batch = np.zeros(12), np.zeros(12), np.full(12, 9.0)
+
+    def weights():
+        return level_weights(answers, successes, last_batch, 10, prompts, 0.1).tolist()
+
+    assert weights() == [1, 1, 0, 0, 0, 0] * 2
+    answers[0], successes[0] = 8, 4  # half of them: enough, and the other prompt need not come
+    assert weights() == [0.1, 0.1, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0]
+    answers[2:4], successes[2:4] = 8, (8, 0)
+    answers[6], successes[6] = 8, 3
+    assert weights() == [0.1, 0.1, 0.1, 0.1, 1, 1, 1, 1, 0, 0, 0, 0]
+    successes[0] = 3  # forgotten
+    assert weights() == [1, 1, 0, 0, 0, 0] * 2
+    answers[:6], successes[:6] = 8, 8  # all are mastered
+    assert weights()[:6] == [0.1, 0.1, 0.1, 0.1, 1, 1]
+    last_batch[:], successes[0] = 9, 3
+    last_batch[0] = 2  # a failure of long ago fades
+    assert weights()[:2] == [0.1, 0.1]
+    plain = [Prompt((1,), "", prompt.data_source, "", {}, 0) for prompt in prompts]
+    assert level_weights(answers, successes, last_batch, 10, plain, 0.1).tolist() == [1.0] * 12
+    config = CurriculumConfig(choice="levels", memory=1.0)
+    curriculum = Curriculum(prompts, config, 0)
+    assert {prompt.extra_info["level"] for prompt in curriculum.take(4)} == {0}

@@ -16,6 +16,7 @@ from jaxrl_llm.types import EpisodeLog, Predictions, Rewards, Rollouts
 
 # Two prompts, two samples each, three tokens; the prompt is the first.
 MASK = np.array([[False, True, True]] * 4)
+GROUPS = np.array([0, 0, 1, 1], np.int32)
 SCORES = np.array([1.0, 0.0, 3.0, 1.0], np.float32)
 LOG_PROBS = np.where(MASK, -1.0, 0.0).astype(np.float32)
 
@@ -30,9 +31,11 @@ def estimate(
     logs=(),
     entropies=0.0,
     scores=SCORES,
+    roles=None,
+    group_ids=GROUPS,
 ):
     state = LearnerState({}, {}, {}, jnp.float32(0.5), jnp.float32(0.0))
-    group_ids, rows = np.array([0, 0, 1, 1], np.int32), np.zeros(4, np.float32)
+    rows = np.zeros(4, np.float32)
     rollouts = Rollouts(
         tokens=MASK.astype(np.int32),
         response_mask=MASK,
@@ -44,6 +47,7 @@ def estimate(
         prompts=(),
         responses=(),
         episode_logs=logs,
+        roles=roles,
     )
     terms = {"answer": scores}
     rewards = Rewards(scores, terms, {"answer": rows + 1}, rows + costs, rows, ({},) * 4, 0)
@@ -223,3 +227,25 @@ def test_only_tokens_of_high_entropy_have_an_advantage():
     np.testing.assert_array_equal(found.advantages[:, 2], plain.advantages[:, 2])
     np.testing.assert_array_equal(found.advantages[:, 1], 0.0)
     np.testing.assert_array_equal(found.loss_mask, plain.loss_mask)
+
+
+def test_a_role_is_compared_with_itself():
+    """Two episodes of one prompt with two roles each: each role has a mean of its own."""
+    first, second = EpisodeLog(role_rewards=[1.0, 0.0]), EpisodeLog(role_rewards=[0.0, 5.0])
+    algorithm = AlgorithmConfig(advantage="grpo", group_std=False, kl_in="none")
+    prompts_of_rows = np.array([0, 1, 0, 1], np.int32)
+    estimates, _, _ = estimate(
+        algorithm,
+        logs=(first, first, second, second),
+        scores=np.array([1.0, 0.0, 0.0, 5.0], np.float32),
+        roles=prompts_of_rows,
+        group_ids=np.zeros(4, np.int32),
+    )
+    np.testing.assert_allclose(
+        estimates.advantages[:, 1:], [[0.5, 0.5], [-2.5, -2.5], [-0.5, -0.5], [2.5, 2.5]]
+    )
+    # As if the roles were prompts of their own.
+    apart, _, _ = estimate(
+        algorithm, scores=np.array([1.0, 0.0, 0.0, 5.0], np.float32), group_ids=prompts_of_rows
+    )
+    np.testing.assert_array_equal(estimates.advantages, apart.advantages)

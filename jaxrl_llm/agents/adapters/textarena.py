@@ -109,8 +109,8 @@ class TextArenaEnv:
             self._opponent = lookup.resolve(path, {}, "opponent")
         elif self._game.num_players > 1:
             raise ValueError(
-                f"{name!r} has {self._game.num_players} players; name an opponent in its address, "
-                f"""""" '{name} {{"opponent": "file.py:function"}}', or let the policy play all"""
+                f"{name!r} has {self._game.num_players} players; name an opponent in its address,"
+                f""" as '{name} {{"opponent": "file.py:function"}}', or let the policy play all"""
                 " (jaxrl_llm.agents.adapters.textarena.self_play, docs/worlds.md)"
             )
 
