@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import math
@@ -31,9 +32,16 @@ from jaxrl_llm.algorithms import losses, selection
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.algorithms.preference_objectives import AnswerCounts, AnswerSums, pair_objective
 from jaxrl_llm.checkpoint.saver import Saver
-from jaxrl_llm.config import LoraConfig, RLConfig, SFTConfig
+from jaxrl_llm.config import LoraConfig, RewardsConfig, RLConfig, SFTConfig
 from jaxrl_llm.config.placement import ROLES
-from jaxrl_llm.data import counting_task, datasets, prompt_stream, streams
+from jaxrl_llm.data import (
+    counting_task,
+    datasets,
+    prompt_stream,
+    reasoning_gym_task,
+    streams,
+    tasks,
+)
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import (
@@ -57,7 +65,7 @@ from jaxrl_llm.models.moe.router import RouterOutputs
 from jaxrl_llm.planning import compiled_memory
 from jaxrl_llm.processes import messages, worker_pool
 from jaxrl_llm.rewards import base as rewards_lib
-from jaxrl_llm.rewards import reward_pool, truth_checks
+from jaxrl_llm.rewards import judge_client, reward_pool, truth_checks
 from jaxrl_llm.rewards.reward_pool import RewardError
 from jaxrl_llm.rollout import engines, episodes
 from jaxrl_llm.rollout.engine.requests import EngineStatistics, Request, SamplingParams
@@ -709,7 +717,49 @@ def sessions(config: RLConfig):
             for _ in range(70):
                 agent.session.submit((request,), print)
                 accepted += 1
-        return accepted, manager.episode_log(agent, {"problem": "exception"}).reward
+        log = manager.episode_log(agent, {"problem": "exception"})
+        return accepted, log.reward, log.role_rewards
+
+
+def generators(config):
+    """The request for generated problems."""
+    with (
+        mock.patch.object(reasoning_gym_task, "check_package"),
+        mock.patch.object(reasoning_gym_task.subprocess, "run") as run,
+        contextlib.suppress(TypeError),  # nobody answers
+    ):
+        tasks.task_rows(config.data, "train", 0)
+    return run.call_args.kwargs["input"]
+
+
+def judged(config: RLConfig):
+    """The requests to a judge that is busy for some of them, and the scores by its votes."""
+    sent = []
+
+    def urlopen(request, timeout):
+        headers = tuple(sorted(request.headers.items()))
+        sent.append((request.full_url, headers, timeout, request.data))
+        if request.data[-30] % 2 and sent.count(sent[-1]) < 5:
+            raise OSError("busy")
+        reply = {"choices": [{"message": {"content": '{"score": 5, "winner": "A"}'}}]}
+        return contextlib.closing(io.StringIO(json.dumps(reply)))
+
+    batch = rollouts(PROMPTS[:1], samples=5)
+    batch = dataclasses.replace(batch, responses=tuple(map(str, range(len(batch.lengths)))))
+    only = RewardsConfig(judges=config.rewards.judges, on_failure="score")
+    with (
+        mock.patch.dict("os.environ", {"none": "key"}),
+        mock.patch.object(judge_client.urllib.request, "urlopen", urlopen),
+        mock.patch.object(judge_client, "_FIRST_DELAY_S", 0.0),
+        contextlib.ExitStack() as stack,
+    ):
+        try:
+            scorer = stack.enter_context(rewards_lib.RolloutScorer(only, {}))
+            sizes = [own._client._threads._max_workers for own in scorer._judges.values()]
+            scores = scorer.score(batch).scores.tolist()
+        except RewardError as error:
+            return str(error), sorted(sent)
+    return sizes, sorted(sent), scores
 
 
 def _models(wanted):

@@ -25,17 +25,17 @@ class JudgeConfig(ConfigGroup):
     # What the judge is asked: a Jinja file. "": the built-in one of the mode.
     rubric: File = ""
     min_score: Real = 0.0  # of "score": the range of its numbers, which becomes 0 to 1
-    max_score: Real = 10.0
+    max_score: Real = 10.0  # see min_score
     votes: Annotated[int, Range("[1, 64]")] = 3  # on each response, or pair; their mean counts
     # Of "pairwise": other responses that each one is compared with.
     num_opponents: Annotated[int, Range("[0, 65535]", "0: all of its group")] = 0
-    temperature: Annotated[float, Range("[0, 2]")] = 1.0
+    temperature: Annotated[float, Range("[0, 2]")] = 1.0  # of the votes
     max_tokens: Annotated[int, Range("[1, 1000000]")] = 512  # of a verdict
     timeout_s: Annotated[float, Range("[0.01, 1000000]")] = 60.0  # of a request
     num_retries: Annotated[int, Range("[0, 20]")] = 3  # of a request that fails
     max_requests: Annotated[int, Range("[1, 4096]")] = 32  # at the same time
     api_key_variable: Name = ""  # the environment variable with the key; "": none
-    weight: Real = 1.0
+    weight: Real = 1.0  # in the score
     data_source: Name = "*"  # rows that it scores; "*": all
 
     def rules(self) -> Problems:

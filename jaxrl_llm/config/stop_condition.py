@@ -41,7 +41,8 @@ METRIC_NAMES = tuple("""
     distillation/teacher_log_prob distillation/teacher_mass dpo/baseline dpo/loss
     global_seqlen/balanced_max
     global_seqlen/balanced_min global_seqlen/max global_seqlen/mean global_seqlen/min
-    global_seqlen/minmax_diff logps/chosen logps/rejected num_turns/max num_turns/mean
+    global_seqlen/minmax_diff judge/NAME/disagreement judge/NAME/unparsable_share
+    logps/chosen logps/rejected num_turns/max num_turns/mean
     num_turns/min perf/cpu_memory_used_gb perf/idle_share/learner perf/idle_share/rollout
     perf/max_cpu_memory_used_gb perf/max_memory_allocated_gb perf/max_memory_reserved_gb
     perf/measured_to_planned_memory perf/mfu/actor perf/mfu/update perf/padding_share

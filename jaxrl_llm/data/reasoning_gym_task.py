@@ -137,6 +137,7 @@ def _generated_rows(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for kind, (name, level, settings) in enumerate(kinds):
         shares = [len(range(kind, count, len(kinds))) for count in counts]
         made.append(_problems(name, level, settings, seed, *shares, is_training))
+    worked = "<answer>{}</answer>" if system else "{}"  # as the prompt asks for it, for SFT
     for index in range(counts[not is_training]):
         name, level, settings = kinds[index % len(kinds)]
         entry = next(made[index % len(kinds)])
@@ -149,7 +150,7 @@ def _generated_rows(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 "split": request["split"],
                 "index": index,
                 "question": entry["question"],
-                "answer": str(entry["answer"] or ""),
+                "answer": worked.format(entry["answer"] or ""),
                 "generator": name,
                 "level": level,
                 "settings": settings,

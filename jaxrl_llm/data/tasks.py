@@ -301,12 +301,12 @@ def _reasoning_gym_rows(config: DataConfig, split: Split, seed: int) -> list[Row
 
 
 TASKS = {
-    "seeds": _seed_rows,
-    "reasoning_gym": _reasoning_gym_rows,
     "arithmetic": _arithmetic_rows,
     "stories": _stories_rows,
     "products": _products_rows,
     "shapes": _shapes_rows,
     "gsm8k": _gsm8k_rows,
     "files": _file_rows,
+    "reasoning_gym": _reasoning_gym_rows,
+    "seeds": _seed_rows,
 }

@@ -89,6 +89,11 @@ JUDGE = {"rewards.functions": {}, "rewards.models": {"NAME": {}}, "preference.nu
 ANSWER = {"rewards.functions": {"answer": {"function": "arithmetic"}}}
 COST = {**ANSWER, "rewards.cost_models": {"NAME": {}}, "preference.num_steps": 1}
 COSTS = {**ANSWER, "rewards.cost_functions": {"NAME": {"function": "length"}}}
+JUDGED = {"rewards.functions": {}, "rewards.judges": {"NAME": {"address": "http://one"}}}
+JUDGED_PAIRS = JUDGED | {
+    "rewards.judges": {"NAME": {"address": "http://one", "mode": "pairwise", "votes": 1}}
+}
+GENERATED = {"data.task": "reasoning_gym", "data.reasoning_gym.generators": ("chain_sum",)}
 JUDGE_PAIRS = JUDGE | {"rewards.models": {"NAME": {"pairs": ("FILE",)}}}
 COST_PAIRS = COST | {"rewards.cost_models": {"NAME": {"pairs": ("FILE",)}}}
 HELD_OUT = {"evaluation.functions": {"NAME": {"function": "arithmetic"}}}
@@ -97,6 +102,7 @@ MATH = {"rewards.functions": {"NAME": {"function": "math"}}}
 TOOLS = {"agent.tools": ("calculator",)}
 SEARCH = {"agent.tools": ("search",), "agent.corpus": "passages.jsonl"}
 HARNESS = {"agent.harness": "agent.py:solve"}
+SPEAKERS = HARNESS | {"algorithm.recipe": "grpo"}
 WORLD = {"agent.environments": {"NAME": {"environment": "games:Game", "address": "here"}}}
 TAUGHT = {"distillation.teachers": {"NAME": {"path": "nowhere"}}}
 TAUGHT_KL = TAUGHT | {"distillation.loss": "forward_kl"}
@@ -269,9 +275,14 @@ agents TOOLS: agent.tools=('python',) agent.call_format=hermes agent.max_turns=2
 agents WORLD: agent.environments.NAME.environment=other:Class agent.environments.NAME.address
     agent.default=tool_agent
 agents SEARCH: agent.corpus
+generators GENERATED: data.reasoning_gym.generators=('leg_counting',) data.reasoning_gym.levels
+    data.reasoning_gym.system_prompt=none
+judged JUDGED: rewards.judges.NAME.*
+judged JUDGED_PAIRS: rewards.judges.NAME.num_opponents=2
 agents HARNESS: agent.harness=other.py:solve agent.harness_timeout_s
     agent.max_harness_processes=2
 sessions HARNESS: agent.max_requests=1 agent.failure_reward
+sessions SPEAKERS: agent.roles=('a','b')
 estimates: algorithm.advantage=rloo algorithm.gamma algorithm.gae_lambda algorithm.kl_in=none
     algorithm.kl_estimator=k3 algorithm.kl_coef=0.1 algorithm.kl_controller algorithm.mask_truncated
 estimates GROUPS: algorithm.group_std algorithm.mask_uniform_groups algorithm.entropy_share

@@ -106,14 +106,14 @@ def test_a_reward_pool_scores_and_foreign_rows_are_refused():
     (row,) = made_rows(count=1, num_eval=1, generators=("leg_counting",))
     term = RewardFunctionConfig(function="reasoning_gym")
     config = RewardsConfig(functions={"r": term}, num_workers=1, timeout_s=60.0)
-    answer = f"<answer>{row['extra_info']['answer']}</answer>"
+    answer = row["extra_info"]["answer"]  # a worked one, with its marks
     with RewardPool(["reasoning_gym"], config) as pool:
         calls = [
             RewardCall("reasoning_gym", 0, row["data_source"], answer, "", info)
             for info in (row["extra_info"], {"question": "?"})
         ]
         right, foreign = pool.attempt(calls)
-    assert right.score == 1.0 and right.details["pred"] == row["extra_info"]["answer"]
+    assert right.score == 1.0 and right.details["pred"] == row["reward_model"]["ground_truth"]
     assert "extra_info lacks entry, generator, level, settings" in foreign.failure
 
 
@@ -124,7 +124,7 @@ def test_all_generators_make_problems_that_their_answers_solve():
     assert {row["extra_info"]["generator"] for row in rows} == names and len(names) > 100
     for row in rows:
         json.dumps(row)
-        answer = row["extra_info"]["answer"]
+        answer = row["reward_model"]["ground_truth"]
         expected = 0.5 if row["extra_info"]["generator"] in WITHOUT_ANSWERS else 1.0
         value = score(row, f"<answer>{answer}</answer>")
         assert value == 1.0 if expected == 1.0 else 0.0 <= value <= expected
