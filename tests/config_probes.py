@@ -15,6 +15,7 @@ import pathlib
 import sys
 import tempfile
 import types
+import zlib
 from typing import ClassVar
 from unittest import mock
 
@@ -739,7 +740,7 @@ def judged(config: RLConfig):
     def urlopen(request, timeout):
         headers = tuple(sorted(request.headers.items()))
         sent.append((request.full_url, headers, timeout, request.data))
-        if request.data[-30] % 2 and sent.count(sent[-1]) < 5:
+        if zlib.crc32(request.data) % 2 and sent.count(sent[-1]) < 5:
             raise OSError("busy")
         reply = {"choices": [{"message": {"content": '{"score": 5, "winner": "A"}'}}]}
         return contextlib.closing(io.StringIO(json.dumps(reply)))

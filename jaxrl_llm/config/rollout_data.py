@@ -74,8 +74,7 @@ class DataConfig(ConfigGroup):
     """The source of prompts."""
 
     task: Literal[
-        *("arithmetic", "stories", "products", "shapes"),
-        *("gsm8k", "files", "reasoning_gym", "seeds"),
+        "arithmetic", "stories", "products", "shapes", "gsm8k", "files", "reasoning_gym", "seeds"
     ] = "arithmetic"
     # Parquet, jsonl, json or csv files, the last three also as .gz or .zst; folders of them, globs
     # ("a/*.parquet", "**"); each with a slice of its rows if wanted ("train.parquet[:90%]").

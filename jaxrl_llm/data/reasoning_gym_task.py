@@ -135,8 +135,17 @@ def _generated_rows(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     is_training, seed = request["split"] == "train", request["seed"]
     counts, made = (request["num_train"], request["num_eval"]), []
     for kind, (name, level, settings) in enumerate(kinds):
-        shares = [len(range(kind, count, len(kinds))) for count in counts]
-        made.append(_problems(name, level, settings, seed, *shares, is_training))
+        num_train, num_eval = (len(range(kind, count, len(kinds))) for count in counts)
+        problems = _problems(
+            name,
+            level,
+            settings,
+            seed,
+            num_train=num_train,
+            num_eval=num_eval,
+            is_training=is_training,
+        )
+        made.append(problems)
     worked = "<answer>{}</answer>" if system else "{}"  # as the prompt asks for it, for SFT
     for index in range(counts[not is_training]):
         name, level, settings = kinds[index % len(kinds)]
@@ -165,6 +174,7 @@ def _problems(
     level: int,
     settings: str,
     seed: int,
+    *,
     num_train: int,
     num_eval: int,
     is_training: bool,
