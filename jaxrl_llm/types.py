@@ -190,10 +190,8 @@ class Rollouts:
         chosen: dict[int, int] = {}
         for row in rows[np.argsort(-roles[rows], kind="stable")].tolist():
             chosen[id(self.episode_logs[row]) if self.episode_logs else row] = row
-        order = {}
-        for row in rows.tolist():
-            order.setdefault(id(self.episode_logs[row]) if self.episode_logs else row)
-        return np.array([chosen[key] for key in order], np.int32)
+        keys = (id(self.episode_logs[row]) if self.episode_logs else row for row in rows.tolist())
+        return np.array([chosen[key] for key in dict.fromkeys(keys)], np.int32)
 
     @property
     def truncated(self) -> Bool[np.ndarray, " B"]:

@@ -116,7 +116,7 @@ class Judge(contextlib.AbstractContextManager["Judge"]):
     @property
     def schema(self) -> dict[str, Any]:
         """The JSON schema of a verdict: a reason, then the score or the winner."""
-        key, value = "winner", {"type": "string", "enum": ["A", "B", "tie"]}
+        key, value = "winner", dict[str, Any](type="string", enum=["A", "B", "tie"])
         if self._config.mode == "score":
             low, high = self._config.min_score, self._config.max_score
             key, value = "score", {"type": "number", "minimum": low, "maximum": high}
@@ -146,7 +146,7 @@ class Judge(contextlib.AbstractContextManager["Judge"]):
 
     def _render(self, prompt: Prompt, first: str, second: str) -> str:
         config = self._config
-        answers = {"response": first}
+        answers: dict[str, Any] = {"response": first}
         if config.mode == "pairwise":
             answers = {"response_a": first, "response_b": second}
         else:

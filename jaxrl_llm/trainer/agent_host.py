@@ -42,6 +42,7 @@ def make_agent_host(
         constrains_replies=config.rollout.support_tokens > 0,
     )
     rewards = config.rewards
-    judging = *rewards.functions.values(), *rewards.models.values(), *rewards.judges.values()
-    judged_sources = {term.data_source for term in judging}
+    judged_sources = {term.data_source for term in rewards.functions.values()}
+    judged_sources |= {term.data_source for term in rewards.models.values()}
+    judged_sources |= {term.data_source for term in rewards.judges.values()}
     return HarnessManager(config.agent, served, judged_sources)
