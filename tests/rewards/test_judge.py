@@ -65,14 +65,15 @@ def at_random(body, draw):
 @contextlib.contextmanager
 def server(verdict, statuses=()):
     """The address of a server that answers with a verdict; `statuses` are those of its first."""
-    requests, draw, pending = [], random.Random(0), list(statuses)
+    requests, pending = [], list(statuses)
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             requests.append((self.path, self.headers.get("Authorization"), body))
             status = pending.pop(0) if pending else 200
-            value = verdict(body, draw)
+            # Of the request alone: requests come in any order.
+            value = verdict(body, random.Random(json.dumps(body)))
             text = value if isinstance(value, str) else json.dumps(value)
             reply = {"choices": [{"message": {"role": "assistant", "content": text}}]}
             data = json.dumps(reply if status == 200 else {"error": "busy"}).encode()
