@@ -73,7 +73,7 @@ class TrainingRun(contextlib.ExitStack):
         self._outer = outer
         self._began = time.time()
         self._stages_s = 0.0  # seconds of stages that have ended
-        self.goodput: GoodputLog | None = None  # of process 0, once the folder is claimed
+        self.goodput: GoodputLog | None = None  # of process 0, in the loop of a whole run
         grace_s = config.checkpoint.grace_s
         self.interruption: InterruptionHandler = (
             outer.interruption if outer else InterruptionHandler(grace_s)
@@ -173,7 +173,7 @@ class TrainingRun(contextlib.ExitStack):
             )
         )
         self._profiler = self.enter_context(Profiler(config.profiler, workdir / "profile"))
-        if multihost.is_first():
+        if multihost.is_first() and not self._outer:  # a stage is a part of its run's time
             resumed, stages_s = self.resumed_step, self._stages_s
             self.goodput = self.enter_context(
                 GoodputLog(workdir, self._began, resumed, stages_s, self._check_owner)
