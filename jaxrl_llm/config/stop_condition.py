@@ -46,7 +46,7 @@ METRIC_NAMES = tuple("""
     num_turns/min perf/cpu_memory_used_gb perf/idle_share/learner perf/idle_share/rollout
     perf/max_cpu_memory_used_gb perf/max_memory_allocated_gb perf/max_memory_reserved_gb
     perf/measured_to_planned_memory perf/mfu/actor perf/mfu/update perf/padding_share
-    perf/planned_memory_gb perf/tflops/update perf/throughput perf/time_per_step
+    perf/goodput perf/planned_memory_gb perf/tflops/update perf/throughput perf/time_per_step
     perf/total_num_tokens prompt_length/clip_ratio prompt_length/max prompt_length/mean
     prompt_length/min replay/step reshard/bytes_moved reshard/copied_bytes reshard/extra_bytes
     reshard/lower_bound_bytes response_length/clip_ratio response_length/max

@@ -31,7 +31,7 @@ SEAL_FILE = "sha256.json"
 _STEP = re.compile("[1-9][0-9]{0,17}")  # the name of a checkpoint folder
 
 # Outputs of a run besides its config; a new run never writes into a folder that has them.
-OUTPUTS = ("checkpoints", "metrics.jsonl", "rollouts", "tensorboard")
+OUTPUTS = ("checkpoints", "metrics.jsonl", "goodput.jsonl", "rollouts", "tensorboard")
 
 
 def check_workdir(config: JobConfig, workdir: str | os.PathLike[str]) -> None:

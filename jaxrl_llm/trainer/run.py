@@ -14,6 +14,7 @@ with TrainingRun(config, workdir) as run:
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +35,7 @@ from jaxrl_llm.learner.job_models import Models
 from jaxrl_llm.metrics import alerts as alerts_lib
 from jaxrl_llm.metrics import trackers
 from jaxrl_llm.metrics.alerts import Alerts
+from jaxrl_llm.metrics.goodput import GoodputLog
 from jaxrl_llm.metrics.timers import Clock, Profiler
 from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.models import finite
@@ -69,6 +71,9 @@ class TrainingRun(contextlib.ExitStack):
         self.total_steps = config.trainer.num_steps
         self.stop_check = StopCheck(stop_condition(config.trainer.stop_when))
         self._outer = outer
+        self._began = time.time()
+        self._stages_s = 0.0  # seconds of stages that have ended
+        self.goodput: GoodputLog | None = None  # of process 0, in the loop of a whole run
         grace_s = config.checkpoint.grace_s
         self.interruption: InterruptionHandler = (
             outer.interruption if outer else InterruptionHandler(grace_s)
@@ -79,10 +84,16 @@ class TrainingRun(contextlib.ExitStack):
             self.enter_context(self.interruption)
             for warning in self.config.warnings():
                 logging.warning("%s", warning)
+        else:
+            self.callback(self._outer.add_stage, self)
         trackers.check(self.config.metrics)
         alerts_lib.check(self.config.alerts)
         check_workdir(self.config, self.workdir)
         return self
+
+    def add_stage(self, stage: "TrainingRun") -> None:
+        """Counts the time of a stage that ends now."""
+        self._stages_s += time.time() - stage._began
 
     def claim(self, models: Models, *datasets: Dataset, planned_bytes: float = 0.0) -> None:
         """Takes the folder for this job and prints the banner. Nothing is written there before.
@@ -162,6 +173,11 @@ class TrainingRun(contextlib.ExitStack):
             )
         )
         self._profiler = self.enter_context(Profiler(config.profiler, workdir / "profile"))
+        if multihost.is_first() and not self._outer:  # a stage is a part of its run's time
+            resumed, stages_s = self.resumed_step, self._stages_s
+            self.goodput = self.enter_context(
+                GoodputLog(workdir, self._began, resumed, stages_s, self._check_owner)
+            )
         return state
 
     def replace_sources(self, source: Checkpointable, packer: Checkpointable) -> None:
@@ -182,12 +198,16 @@ class TrainingRun(contextlib.ExitStack):
             yield step
         with console.show_progress("saving the last step"):
             self._saver.close()
+        if self.goodput is not None:
+            self.goodput.end()
         self._print_result(self.total_steps, self.stop_check.reason)
 
     def begin_step(self, step: int, state: Any) -> Clock:
         """Begins a step: a stop before `commit_step` saves `state` and raises `Interrupted`."""
         self._check_owner()
         clock = Clock()
+        if self.goodput is not None:
+            self.goodput.begin_step()
         position = self._checkpoint_state()
 
         def save() -> None:
@@ -203,7 +223,8 @@ class TrainingRun(contextlib.ExitStack):
 
         Raises `Interrupted` if a stop was requested that could not be acted on before.
         """
-        self._saver.wait_before_donation()
+        with self._timed_save():
+            self._saver.wait_before_donation()
         self.interruption.commit_step()
 
     def should_evaluate(self, step: int) -> bool:
@@ -227,14 +248,24 @@ class TrainingRun(contextlib.ExitStack):
         stop_metrics = self.stop_check.check(step, numbers, bool(evaluation))
         if self.stop_check.reason:
             self.total_steps = step
+        if self.goodput is not None:
+            numbers = {**numbers, "perf/goodput": self.goodput.goodput}
+            self.goodput.add("evaluation", float(numbers.get("timing_s/testing", 0.0)))
         is_noteworthy = any({**alert_metrics, **stop_metrics}.values())
         if self.writer.is_due(step) or evaluation or is_noteworthy:
             self.writer.write(step, numbers, alert_metrics, stop_metrics)
         # Save last: every step in a checkpoint then has its metrics written.
         is_due = self._saver.should_save(step, self.total_steps, numbers)
         if self.interruption.step_exceeds_grace(self._saver.is_saving) or is_due:
-            self.writer.flush()
-            self._saver.save(step, state, self._checkpoint_state())
+            with self._timed_save():
+                self.writer.flush()
+                self._saver.save(step, state, self._checkpoint_state())
+        if self.goodput is not None:
+            self.goodput.end_step(step)
+
+    def _timed_save(self) -> contextlib.AbstractContextManager[None]:
+        """Counts the time of a block as that of a save."""
+        return contextlib.nullcontext() if self.goodput is None else self.goodput.part("save")
 
     def _checkpoint_state(self) -> dict[str, Mapping[str, Any]]:
         """The checkpointed state beside the arrays."""

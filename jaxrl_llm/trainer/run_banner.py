@@ -10,6 +10,7 @@ import jax
 from jaxrl_llm import console
 from jaxrl_llm.config import JobConfig
 from jaxrl_llm.learner.job_models import Models
+from jaxrl_llm.metrics import goodput
 from jaxrl_llm.planning import accelerators
 from jaxrl_llm.planning.accelerators import GIB
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -44,6 +45,8 @@ def print_banner(
         except FileNotFoundError:
             metrics = b""
         console.print_summary(metrics, time.monotonic() - begin, outputs, reason)
+        if line := goodput.summary_line(workdir):
+            print(f"{'goodput':<12}{line}", flush=True)
 
     return close
 
