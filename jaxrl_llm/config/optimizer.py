@@ -67,10 +67,14 @@ class OptimizerConfig(ConfigGroup):
             message = f"'muon' is for whole matrices, not the factors of lora.rank={lora_rank}"
             yield "name", f"{message}; use 'adamw'"
         if self.name == "schedule_free" and param_dtype != "float32":
-            message = f"'schedule_free' averages weights, which needs more digits than {param_dtype}"
+            message = (
+                f"'schedule_free' averages weights, which needs more digits than {param_dtype}"
+            )
             yield "name", f"{message}; set model.param_dtype='float32'"
         if self.name == "schedule_free" and bias_rate:
-            message = f"'schedule_free' averages weights, but router.bias_rate={bias_rate} moves them"
+            message = (
+                f"'schedule_free' averages weights, but router.bias_rate={bias_rate} moves them"
+            )
             yield "name", f"{message} otherwise; set one of them aside"
 
 

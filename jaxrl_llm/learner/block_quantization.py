@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+from jaxrl_llm.learner import layer_loop
+
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 32, 256
 # Blocks of a row if there can be as many: a row may be sharded over so many devices.
 _NUM_BLOCKS = 64
@@ -30,8 +32,11 @@ def block_size(shape: tuple[int, ...], path: tuple[Any, ...]) -> int:
 
     It depends on nothing but the parameter, so that a state is read on any mesh.
     """
-    num_stack_dims = int(any(getattr(key, "key", "") == "layers" for key in path))
-    if len(shape) - num_stack_dims < 2 or path[-1].key == "bias" or shape[-1] % _SMALLEST_BLOCK:
+    if (
+        len(shape) - layer_loop.is_stacked(path) < 2
+        or path[-1].key == "bias"
+        or shape[-1] % _SMALLEST_BLOCK
+    ):
         return 0
     size = _SMALLEST_BLOCK
     while size < _LARGEST_BLOCK and shape[-1] % (2 * size * _NUM_BLOCKS) == 0:
@@ -93,9 +98,15 @@ def _scaled_blocks(
 
 
 def rounding_bits(
-    path: tuple[Any, ...], count: Int[Array, ""], shape: tuple[int, ...]
+    path: tuple[Any, ...], count: Int[Array, ""], layers: Int[Array, "*S"], shape: tuple[int, ...]
 ) -> UInt32[Array, "..."]:
-    """Random bits for one parameter in one update, the same on every mesh and in every run."""
+    """Random bits for one parameter in one update, the same on every mesh and in every run.
+
+    Args:
+      layers: Numbers of the layers, for a shape [S, ...]; one number for a whole array.
+    """
     seed = zlib.crc32(jax.tree_util.keystr(path).encode())
     key = jax.random.fold_in(jax.random.key(seed), count)
-    return jax.random.bits(key, shape, jnp.uint32)
+    own_shape = shape if layers.ndim == 0 else shape[1:]
+    bits = lambda layer: jax.random.bits(jax.random.fold_in(key, layer), own_shape, jnp.uint32)  # noqa: E731
+    return bits(layers) if layers.ndim == 0 else jax.vmap(bits)(layers)

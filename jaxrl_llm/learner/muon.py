@@ -1,15 +1,14 @@
 """Muon's direction of a momentum: its nearest orthogonal matrix, by Newton-Schulz iterations.
 
-For stacked matrices that are sharded over a mesh, one layer at a time. No device holds a whole
-matrix: the longer of its two dims is sharded over all axes of its layer's weights, and what is
-gathered are the squares of the shorter dim, `X X^T` and its own square.
+For matrices that are sharded over a mesh. No device holds a whole one: the longer of its two dims
+is sharded over all axes of its layer's weights, and what is gathered are the squares of the shorter
+dim, `X X^T` and its own square. `layer_loop.py` has one layer of a stack at a time.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -31,11 +30,11 @@ def is_muon_matrix(path: tuple[Any, ...]) -> bool:
 
 
 def muon_direction(
-    gradient: Float[Array, "L ... I O"],
-    momentum: Float[Array, "L ... I O"],
+    gradient: Float[Array, "S ... I O"],
+    momentum: Float[Array, "S ... I O"],
     beta: float,
     corrections: tuple[Float[Array, ""], Float[Array, ""]],
-) -> Float[Array, "L ... I O"]:
+) -> Float[Array, "S ... I O"]:
     """The direction of an update, with Nesterov's momentum (arXiv:2502.16982, Eq. 4).
 
         0.2 sqrt(max(I, O)) orthogonal(beta m / (1 - beta**(n + 1)) + (1 - beta) g / (1 - beta**n))
@@ -53,18 +52,11 @@ def muon_direction(
     return scale * orthogonal_factors(nesterov)
 
 
-def orthogonal_factors(stack: Float[Array, "L ... I O"]) -> Float[Array, "L ... I O"]:
-    """About `U V^T` of each matrix `U S V^T`, with singular values in 0.7 to 1.2; of 0 it is 0."""
-    stages = mesh_lib.axis_sizes().get(mesh_lib.STAGE, 1)
-    if stack.shape[0] % stages:
-        stages = 1
-    # A loop over the layers of a stage; all stages at once, each on its devices.
-    by_stage = stack.reshape(stages, -1, *stack.shape[1:])
-    factors = lax.map(_layer_factors, jnp.moveaxis(by_stage, 1, 0))
-    return jnp.moveaxis(factors, 0, 1).reshape(stack.shape)
+def orthogonal_factors(matrices: Float[Array, "S ... I O"]) -> Float[Array, "S ... I O"]:
+    """About `U V^T` of each matrix `U S V^T`, with singular values in 0.7 to 1.2; of 0 it is 0.
 
-
-def _layer_factors(matrices: Float[Array, "S ... I O"]) -> Float[Array, "S ... I O"]:
+    `S` are layers, or the entries of one layer loop: the stages of a pipeline.
+    """
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
     batch = ("staged", "experts")[: x.ndim - 2]

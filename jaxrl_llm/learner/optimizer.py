@@ -17,7 +17,13 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.config import ConfigError, OptimizerConfig
 from jaxrl_llm.config.optimizer import unmatched_rates
-from jaxrl_llm.learner import block_quantization, muon, router_replay, schedule_free
+from jaxrl_llm.learner import (
+    block_quantization,
+    layer_loop,
+    muon,
+    router_replay,
+    schedule_free,
+)
 from jaxrl_llm.models import finite
 
 Tree = Any
@@ -132,7 +138,7 @@ def _scale_by_learning_rates(scaled: Callable[[Tree, Array], Tree]) -> optax.Gra
 
 
 class _Scaled(NamedTuple):
-    """An update of one parameter, and its moments after it."""
+    """A gradient, or an update, of one parameter with its moments."""
 
     update: Any
     first: Any
@@ -156,29 +162,38 @@ def _scale_by_moments(config: OptimizerConfig) -> optax.GradientTransformation:
         )
         return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), first, second)
 
-    def muon_update(path, gradient: Array, first: Any, second: Any, count: Array) -> _Scaled:
+    def muon_update(path, count: Array, inputs: _Scaled, layers: Array) -> _Scaled:
+        gradient, first, second = inputs
         beta = config.muon_beta
         first = optax.tree.update_moment(gradient, _float_moment(first), beta, 1)
-        corrections = schedule_free.bias_correction(beta, count), schedule_free.bias_correction(beta, count + 1)
+        corrections = (
+            schedule_free.bias_correction(beta, count),
+            schedule_free.bias_correction(beta, count + 1),
+        )
         update = muon.muon_direction(gradient, first, beta, corrections)
         return _Scaled(update, _stored_first(config, path, first), second)
 
-    def adam_update(path, gradient: Array, first: Any, second: Any, count: Array) -> _Scaled:
+    def adam_update(path, count: Array, inputs: _Scaled, layers: Array) -> _Scaled:
+        gradient, first, second = inputs
         first = optax.tree.update_moment(gradient, _float_moment(first), beta1, 1)
         second = optax.tree.update_moment_per_elem_norm(gradient, _float_moment(second), beta2, 2)
         corrected = first / schedule_free.bias_correction(beta1, count).astype(first.dtype)
         root = jnp.sqrt(second / schedule_free.bias_correction(beta2, count))
         update = corrected / (root + config.eps)
         first = _stored_first(config, path, first)
-        return _Scaled(update, first, _stored_second(config, path, second, count))
+        return _Scaled(update, first, _stored_second(config, path, second, count, layers))
 
     def update(gradients: Tree, state: optax.ScaleByAdamState, params: Tree = None):
         del params
         count = optax.safe_increment(state.count)
 
         def scaled(path, gradient: Array, first: Any, second: Any) -> _Scaled:
-            scale = muon_update if _has_muon(config, path) else adam_update
-            return scale(path, gradient, first, second, count)
+            has_muon, inputs = _has_muon(config, path), _Scaled(gradient, first, second)
+            scale = functools.partial(muon_update if has_muon else adam_update, path, count)
+            loops = has_muon or _block_size(config, path, gradient.shape)
+            if loops and layer_loop.is_stacked(path):
+                return layer_loop.map_layers(scale, inputs)
+            return scale(inputs, jnp.int32(0))
 
         results = jax.tree_util.tree_map_with_path(scaled, gradients, state.mu, state.nu)
         updates, first, second = (
@@ -235,10 +250,10 @@ def _stored_first(config: OptimizerConfig, path: tuple[Any, ...], moment: Array)
 
 
 def _stored_second(
-    config: OptimizerConfig, path: tuple[Any, ...], moment: Array, count: Array
+    config: OptimizerConfig, path: tuple[Any, ...], moment: Array, count: Array, layers: Array
 ) -> Any:
     if size := _block_size(config, path, moment.shape):
-        bits = block_quantization.rounding_bits(path, count, moment.shape)
+        bits = block_quantization.rounding_bits(path, count, layers, moment.shape)
         return block_quantization.quantize_positive(moment, size, bits)
     return moment
 
@@ -250,6 +265,17 @@ def state_bytes(config: OptimizerConfig, path: tuple[Any, ...], shape: tuple[int
     else:
         first, second = float(jnp.dtype(_first_dtype(config)).itemsize), 4.0
     return first if _has_muon(config, path) else first + second
+
+
+def loop_bytes(config: OptimizerConfig, path: tuple[Any, ...], shape: tuple[int, ...]) -> float:
+    """Bytes for each number of a parameter that its layer loop writes before they are used.
+
+    That is the update, and a momentum that is not in 8 bits, whose old one is still there.
+    """
+    has_muon, size = _has_muon(config, path), _block_size(config, path, shape)
+    if not (has_muon or size) or not layer_loop.is_stacked(path):
+        return 0.0
+    return 4.0 + (0.0 if size else jnp.dtype(_first_dtype(config)).itemsize)
 
 
 def is_moment(node: Any) -> bool:

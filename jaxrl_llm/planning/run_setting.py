@@ -76,13 +76,17 @@ def _by_group(tree, names, items, network: Network, layout: str, mesh: tuple) ->
 
 @functools.lru_cache(maxsize=4096)
 def _optimizer_bytes(
-    network: Network, mesh: tuple, adapters: bool, config: OptimizerConfig
+    network: Network, mesh: tuple, adapters: bool, config: OptimizerConfig, in_loop: bool
 ) -> Counter[str]:
-    """Bytes of the optimizer state of parameters, or adapters, by group as in `_param_counts`."""
+    """Bytes of the optimizer state of parameters, or adapters, by group as in `_param_counts`.
+
+    With `in_loop` those that the loops over layers of an update write.
+    """
+    item_bytes = optimizer.loop_bytes if in_loop else optimizer.state_bytes
     tree = network.abstract_adapters() if adapters else network.abstract_params()
     names = network.adapter_axes() if adapters else network.logical_axes()
     items = jax.tree_util.tree_map_with_path(
-        lambda path, a: optimizer.state_bytes(config, path, a.shape), tree
+        lambda path, a: item_bytes(config, path, a.shape), tree
     )
     return _by_group(tree, names, items, network, "train", mesh)
 
@@ -454,15 +458,15 @@ class RunSetting:
             weights=num_networks * weights, optimizer=num_networks * self.optimizer_bytes(head)
         )
 
-    def optimizer_bytes(self, head: Head) -> float:
-        """Bytes of the optimizer state of the policy, or of one critic."""
+    def optimizer_bytes(self, head: Head, in_loop: bool = False) -> float:
+        """Bytes of the optimizer state of the policy, or of one critic; see `_optimizer_bytes`."""
         config = self.config.critic.optimizer if head == "scalar" else self.config.trainer.optimizer
         adapters, mesh = self.trains_adapters(head), tuple(self.mesh.items())
         trains_tower = self.trains_vision_encoder(head)
         shape = self.policy if trains_tower else self.network().shape
         lora = self.config.lora if adapters else NO_ADAPTERS
         network = Network(shape, head=head, lora=lora)
-        return 1.0 * _optimizer_bytes(network, mesh, adapters, config).total()
+        return 1.0 * _optimizer_bytes(network, mesh, adapters, config, in_loop).total()
 
     def resident_parts(self, role: str) -> MemoryParts:
         """Memory of a role on the device and on the host during the whole step."""

@@ -38,7 +38,7 @@ def test_errors_are_less_than_a_step_between_codes():
     assert (np.sign(kept) == np.sign(signed))[np.abs(kept) > 0].all()
 
     positive = jnp.square(signed).at[0, :3].set(jnp.array([0.0, 1e-20, 1e-9]))
-    bits = block_quantization.rounding_bits(PATH, jnp.int32(3), positive.shape)
+    bits = block_quantization.rounding_bits(PATH, jnp.int32(3), jnp.int32(0), positive.shape)
     codes = block_quantization.quantize_positive(positive, 32, bits)
     assert ((codes.codes == 0) == (positive == 0)).all()
     exact = 255 * (np.asarray(positive).reshape(4, 2, 32) / largest**2) ** 0.25
@@ -55,7 +55,7 @@ def test_a_small_decay_is_kept_on_average():
     def step(stored, count):
         value = block_quantization.dequantize(stored)
         value = 0.999 * value + 0.001 * (jnp.arange(64) % 2)
-        bits = block_quantization.rounding_bits(path, count, value.shape)
+        bits = block_quantization.rounding_bits(path, count, jnp.arange(64), value.shape)
         return block_quantization.quantize_positive(value, 32, bits), None
 
     stored, _ = jax.lax.scan(step, stored, jnp.arange(500))

@@ -11,7 +11,7 @@ import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import OptimizerConfig
-from jaxrl_llm.learner import muon, optimizer
+from jaxrl_llm.learner import layer_loop, muon, optimizer
 
 PARAMS = {
     "embed": (6, 8),
@@ -89,11 +89,12 @@ SHARDED = [
 @pytest.mark.parametrize("sizes, spec, shards", SHARDED, ids=str)
 def test_shards_of_a_stack_are_those_of_one_device(sizes, spec, shards):
     stack = jnp.asarray(np.random.default_rng(1).normal(size=(4, 64, 256)), jnp.float32)
+    loop = lambda stack: layer_loop.map_layers(lambda x, _: muon.orthogonal_factors(x), stack)  # noqa: E731
     wanted = jax.jit(muon.orthogonal_factors)(stack)
     mesh = tiny.make_mesh(**sizes)
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     with jax.set_mesh(mesh):
-        program = jax.jit(muon.orthogonal_factors, out_shardings=sharding)
+        program = jax.jit(loop, out_shardings=sharding)
         compiled = program.lower(jax.device_put(stack, sharding)).compile()
         found = compiled(jax.device_put(stack, sharding))
     np.testing.assert_allclose(found, wanted, atol=2e-5)
