@@ -297,10 +297,11 @@ def asked(config: RLConfig):
 def moved(config):
     """Weights after three updates by an optimizer, and what it remembers."""
     transformation = optimizer.make_optimizer(config, 8)
-    weights = {"w": jnp.array([1.0, -2.0]), "bias": jnp.array([3.0, -1.0])}
+    layers = {"0": {"kernel": jnp.array([[[1.0, -1.0], [2.0, 0.5]]])}}
+    weights = {"w": jnp.array([1.0, -2.0]), "bias": jnp.array([3.0, -1.0]), "layers": layers}
     state, found = transformation.init(weights), []
     for size in (1e-3, 1.0, 3.0):
-        gradients = dict.fromkeys(weights, jnp.array([size, -2.0 * size]))
+        gradients = jax.tree.map(lambda w, n=size: n * jnp.array([1.0, -2.0]) * w**2, weights)
         changes, state = transformation.update(gradients, state, weights)
         weights = jax.tree.map(jnp.add, weights, changes)
         found.append((weights, jax.tree.leaves(state)))

@@ -7,7 +7,6 @@ dim, `X X^T` and its own square. `layer_loop.py` has one layer of a stack at a t
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 

@@ -6,7 +6,6 @@ what a parameter needs in place of each: two moments, a momentum only (Muon), mo
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -323,9 +323,6 @@ def check_folders(config: JobConfig, models: Models, others: Sequence[tuple[str,
       CheckpointFormatError: If one is missing, cut short, or does not fit its role.
     """
     trained = models.value if config.trained_head == "scalar" else models.policy
-    mesh = models.meshes["reward"] if config.trained_head == "scalar" else models.mesh
-    trained_params = abstract_trained(trained, mesh)
-    optimizer.check_rates(config.trainer.optimizer, trained_params, "trainer.optimizer")
     if config.lora.path:
         peft_adapter.check(config.lora.path, trained)
     for path, net in ((config.model.path, trained), *others):
@@ -333,3 +330,22 @@ def check_folders(config: JobConfig, models: Models, others: Sequence[tuple[str,
             checkpoint.check(path, net)
             for mesh in set(models.meshes.values()):
                 job_models.check_heads(config, mesh, net.shape)
+
+
+def check_rates(config: JobConfig, models: Models) -> None:
+    """Raises ConfigError if learning rates of parameters are for parameters that no role trains."""
+    trained = models.value if config.trained_head == "scalar" else models.policy
+    params = abstract_trained(trained, models.mesh)
+    optimizer.check_rates(config.trainer.optimizer, params, "trainer.optimizer")
+    if not config.learns_from_samples:
+        return
+    as_rl, scores = config.require_rl(), models.value.abstract_params()
+    if requirements.requirements(as_rl.algorithm).critic:
+        optimizer.check_rates(as_rl.critic.optimizer, scores, "critic.optimizer")
+    whole = models.policy.abstract_params()
+    for name, stage, params in (
+        ("warm_start", as_rl.warm_start, whole),
+        ("preference", as_rl.preference, scores),
+    ):
+        if stage.num_steps:
+            optimizer.check_rates(stage.optimizer, params, f"{name}.optimizer")

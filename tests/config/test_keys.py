@@ -123,6 +123,7 @@ SUMS = {"algorithm.aggregation": "seq-mean-token-sum-norm"}
 ROUTED = {"router.replay": "rollout"}
 RATE = {f"{path}.learning_rate": 0.1 for path in probe.OPTIMIZERS}
 DECAY = RATE | {f"{path}.schedule": "linear" for path in probe.OPTIMIZERS}
+MUON = RATE | {f"{path}.name": "muon" for path in probe.OPTIMIZERS}
 WEIGHT_DECAY = RATE | {f"{path}.weight_decay": 0.5 for path in probe.OPTIMIZERS}
 
 
@@ -296,6 +297,8 @@ updates: trainer.minibatch_size=4 trainer.epochs algorithm.critic_warmup_steps=1
 optimizers RATE: *optimizer.*
 optimizers RATE: *optimizer.warmup_steps=2 *optimizer.max_grad_norm=0.1
 optimizers DECAY: *optimizer.min_lr_ratio
+optimizers RATE: *optimizer.rates=('bias=0.5',)
+optimizers MUON: *optimizer.muon_beta
 optimizers WEIGHT_DECAY: *optimizer.weight_decay_on
 update_program: trainer.optimizer.learning_rate critic.optimizer.learning_rate
 update_program SUMS: algorithm.loss_scale=50.0
