@@ -78,6 +78,10 @@ class AlgorithmConfig(ConfigGroup):
     gamma: Share = 1.0
     gae_lambda: Share = 1.0
     group_std: bool = True  # divide group advantages by the group's standard deviation
+    # Of the advantages "online_dpo", "xpo" and "nash_md".
+    dpo_beta: Annotated[float, Range("(0, 1000]")] = 0.1  # pull to the reference
+    exploration_coef: Coefficient = 1e-5  # of "xpo": its bonus for leaving the reference
+    mixture_coef: Share = 0.5  # of "nash_md": the reference's part in the opponents' policy
     # Policy loss.
     policy_loss: Name = "vanilla"
     # Hyperparameters of the policy loss: parameters of its function, checked against their ranges

@@ -107,6 +107,7 @@ REPLAY = ASYNC | {"trainer.schedule": "replay", "trainer.schedule_file": "one.js
 GROUPS = {"algorithm.recipe": "grpo"}
 DYNAMIC = GROUPS | {"algorithm.dynamic_sampling": True}
 TERM = DYNAMIC | {"rewards.functions": {"b": {"function": "arithmetic"}}}
+XPO, NASH = ({"algorithm.advantage": name} for name in ("xpo", "nash_md"))
 KL_LOSS = {"algorithm.kl_in": "loss"}
 CPO = {"dpo.loss": "cpo"}
 OVERLONG = {"algorithm.overlong_buffer_tokens": 12}
@@ -276,6 +277,8 @@ sessions HARNESS: agent.max_requests=1 agent.failure_reward
 estimates: algorithm.advantage=rloo algorithm.gamma algorithm.gae_lambda algorithm.kl_in=none
     algorithm.kl_estimator=k3 algorithm.kl_coef=0.1 algorithm.kl_controller algorithm.mask_truncated
 estimates GROUPS: algorithm.group_std algorithm.mask_uniform_groups algorithm.entropy_share
+estimates XPO: algorithm.dpo_beta=0.7 algorithm.exploration_coef=0.5
+estimates NASH: algorithm.mixture_coef=0.1
 estimates ADAPTIVE: algorithm.kl_target=900.0 algorithm.kl_horizon=7
 estimates CORRECTED: algorithm.correction=sequence algorithm.correction_mode
     algorithm.correction_high=1.1 algorithm.correction_normalize

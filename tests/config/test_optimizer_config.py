@@ -12,7 +12,11 @@ FREE, MUON = {"name": "schedule_free"}, {"name": "muon"}
 @pytest.mark.parametrize(
     "job, settings, message",
     [
-        ("sft", {"lora": {"rank": 4}, "trainer": {"optimizer": MUON}}, r"name: 'muon' is for whole"),
+        (
+            "sft",
+            {"lora": {"rank": 4}, "trainer": {"optimizer": MUON}},
+            r"name: 'muon' is for whole",
+        ),
         ("rl", {"lora": {"rank": 4}, "trainer": {"optimizer": MUON}}, r"name: 'muon' is for whole"),
         ("rl", {"trainer": {"optimizer": FREE}}, r"trainer\.optimizer\.name: .* 'adamw' or 'muon'"),
         (

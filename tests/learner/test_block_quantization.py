@@ -77,7 +77,9 @@ def test_weights_follow_those_of_wide_moments():
         state, weights, rng = make.init(params), params, np.random.default_rng(0)
         update = jax.jit(make.update)
         for _ in range(20):
-            gradients = jax.tree.map(lambda p, rng=rng: jnp.asarray(1 + rng.normal(size=p.shape)), params)
+            gradients = jax.tree.map(
+                lambda p, rng=rng: jnp.asarray(1 + rng.normal(size=p.shape)), params
+            )
             updates, state = update(gradients, state, weights)
             weights = jax.tree.map(jnp.add, weights, updates)
         ends.append(weights)
