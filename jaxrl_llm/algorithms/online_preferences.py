@@ -91,8 +91,8 @@ def xpo(
 
     >>> half, one = jnp.full((2, 1), -0.5), jnp.ones((2, 1), bool)
     >>> print(xpo(jnp.array([1.0, 0.0]), half, half, one, jnp.zeros(2, int), one[:, 0],
-    ...           AlgorithmConfig(dpo_beta=0.2, exploration_coef=0.1)).round(4))
-    [ 0.1 -0.3]
+    ...           AlgorithmConfig(dpo_beta=0.25, exploration_coef=0.125)))
+    [ 0.125 -0.375]
     """
     inputs = old_log_probs, ref_log_probs, response_mask
     preferred = online_dpo(scores, *inputs, group_ids, members, config)

@@ -539,12 +539,13 @@ class RLConfig(JobConfig):
         yield from warnings.reward_warnings(self.rewards, self.agent.gives_rewards)
         yield from self.agent.warnings()
         distillation, default = self.distillation, DistillationConfig()
-        for name in ("loss", "coef", "top_k"):
-            read = distillation.loss == "forward_kl" if name == "top_k" else True
+        reads = {"top_k": distillation.compares_lists, "jsd_beta": distillation.loss == "jsd"}
+        for name in ("loss", "coef", "top_k", "jsd_beta"):
+            read = reads.get(name, True)
             if distillation.teachers and read:
                 continue
             if getattr(distillation, name) != getattr(default, name):
-                reason = "loss is not 'forward_kl'" if distillation.teachers else "no teacher"
+                reason = f"loss is {distillation.loss!r}" if distillation.teachers else "no teacher"
                 yield f"config.distillation.{name}: no effect, {reason}"
         costs = sorted({**self.rewards.cost_functions, **self.rewards.cost_models})
         if costs and not algorithm.safe:

@@ -10,6 +10,12 @@ GROUP_ADVANTAGES = (
     "tir_optimal_token_baseline", "online_dpo", "xpo", "nash_md",
 )  # fmt: skip
 ADVANTAGES = ("gae", *GROUP_ADVANTAGES, "remax", "reinforce_plus_plus")
+# Settings of advantages of pairs, and those that read them.
+PREFERENCE_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "dpo_beta": ("online_dpo", "xpo"),
+    "exploration_coef": ("xpo",),
+    "mixture_coef": ("nash_md",),
+}
 POLICY_LOSSES = (
     "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl", "dro",
     "cispo", "vespo", "m2po", "reinforce",

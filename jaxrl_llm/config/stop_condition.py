@@ -37,7 +37,7 @@ METRIC_NAMES = tuple("""
     critic/score/SOURCE/mean critic/score/max critic/score/mean critic/score/min
     critic/score/spread critic/values/max critic/values/mean critic/values/min
     critic/vf_explained_var curriculum/answered curriculum/solved curriculum/unsolved
-    distillation/forward_kl distillation/k3 distillation/reverse_kl distillation/student_mass
+    distillation/forward_kl distillation/jsd distillation/k3 distillation/reverse_kl distillation/student_mass
     distillation/teacher_log_prob distillation/teacher_mass dpo/baseline dpo/loss
     global_seqlen/balanced_max
     global_seqlen/balanced_min global_seqlen/max global_seqlen/mean global_seqlen/min

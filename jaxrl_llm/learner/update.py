@@ -283,7 +283,7 @@ def make_updater(
         "chunk": config.model.vocab_chunk,
     }
     distills = bool(config.distillation.teachers)
-    uses_top_k = distills and config.distillation.loss == "forward_kl"
+    uses_top_k = distills and config.distillation.compares_lists
     on_policy, scores = is_on_policy(config), scores_policy(config)
     entropy: heads.EntropyMode = "none" if scores else "value"
     if algorithm.entropy_coef:

@@ -99,6 +99,7 @@ SEARCH = {"agent.tools": ("search",), "agent.corpus": "passages.jsonl"}
 HARNESS = {"agent.harness": "agent.py:solve"}
 WORLD = {"agent.environments": {"NAME": {"environment": "games:Game", "address": "here"}}}
 TAUGHT = {"distillation.teachers": {"NAME": {"path": "nowhere"}}}
+TAUGHT_JSD = TAUGHT | {"distillation.loss": "jsd"}
 TAUGHT_KL = TAUGHT | {"distillation.loss": "forward_kl"}
 LAYOUTS = ("5 mesh.tensor=2",)
 ASYNC = {"trainer.sampling": "async"}
@@ -107,7 +108,7 @@ REPLAY = ASYNC | {"trainer.schedule": "replay", "trainer.schedule_file": "one.js
 GROUPS = {"algorithm.recipe": "grpo"}
 DYNAMIC = GROUPS | {"algorithm.dynamic_sampling": True}
 TERM = DYNAMIC | {"rewards.functions": {"b": {"function": "arithmetic"}}}
-XPO, NASH = ({"algorithm.advantage": name} for name in ("xpo", "nash_md"))
+XPO = {"algorithm.advantage": "xpo"}
 KL_LOSS = {"algorithm.kl_in": "loss"}
 CPO = {"dpo.loss": "cpo"}
 OVERLONG = {"algorithm.overlong_buffer_tokens": 12}
@@ -278,7 +279,7 @@ estimates: algorithm.advantage=rloo algorithm.gamma algorithm.gae_lambda algorit
     algorithm.kl_estimator=k3 algorithm.kl_coef=0.1 algorithm.kl_controller algorithm.mask_truncated
 estimates GROUPS: algorithm.group_std algorithm.mask_uniform_groups algorithm.entropy_share
 estimates XPO: algorithm.dpo_beta=0.7 algorithm.exploration_coef=0.5
-estimates NASH: algorithm.mixture_coef=0.1
+opponents: algorithm.mixture_coef=0.1
 estimates ADAPTIVE: algorithm.kl_target=900.0 algorithm.kl_horizon=7
 estimates CORRECTED: algorithm.correction=sequence algorithm.correction_mode
     algorithm.correction_high=1.1 algorithm.correction_normalize
@@ -295,6 +296,7 @@ policy_loss KL_LOSS: algorithm.kl_unbiased
 value_loss: algorithm.value_clip=0.1
 lessons TAUGHT: distillation.teachers.NAME.data_source
 lessons TAUGHT_KL: distillation.top_k=3
+top_k_losses TAUGHT_JSD: distillation.jsd_beta=0.9
 distilled TAUGHT: distillation.loss=k3 distillation.coef=3.0
 updates: trainer.minibatch_size=4 trainer.epochs algorithm.critic_warmup_steps=1
 optimizers RATE: *optimizer.*
