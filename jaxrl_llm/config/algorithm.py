@@ -174,7 +174,9 @@ class AlgorithmConfig(ConfigGroup):
                 f" least 2, got {self.samples_per_prompt}; set it to 8 or use advantage='gae'",
             )
         if self.advantage == "nash_md" and self.samples_per_prompt == 2 and self.mixture_coef:
-            message = "2, but nash_md weighs the other samples of a prompt: of one, no weight matters"
+            message = (
+                "2, but nash_md weighs the other samples of a prompt: of one, no weight matters"
+            )
             yield "samples_per_prompt", f"{message}; use 3 or more, or mixture_coef=0"
         if self.kl_controller == "adaptive" and self.kl_in != "reward":
             message = f"the KL that kl_in='reward' measures, got kl_in={self.kl_in!r}"
