@@ -79,7 +79,7 @@ class OptimizerConfig(ConfigGroup):
 
 
 def _rate_problem(text: str) -> str:
-    """What is wrong with an entry of `rates`; "" if nothing is."""
+    """The problem of an entry of `rates`; "" if there is none."""
     pattern, equals, factor = text.rpartition("=")
     if not equals or not pattern:
         return "use for example 'embed=0.1'"

@@ -6,6 +6,7 @@ Settings without any effect are warned of where the job is (`config/job.py`).
 
 from collections.abc import Iterator, Mapping
 
+from jaxrl_llm.config import recipes
 from jaxrl_llm.config.algorithm import AlgorithmConfig, PreferenceLossConfig
 from jaxrl_llm.config.learner import LoraConfig, ModelConfig, ReferenceConfig, TrainerConfig
 from jaxrl_llm.config.rollout_data import RewardsConfig, RolloutConfig

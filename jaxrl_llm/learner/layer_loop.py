@@ -33,11 +33,11 @@ def map_layers(function: Callable[[Tree, Int[Array, " S"]], Tree], stacks: Tree)
     if num_layers % stages:
         stages = 1
 
-    def split(stack: Array) -> Array:
+    def split_stages(stack: Array) -> Array:
         return jnp.moveaxis(stack.reshape(stages, -1, *stack.shape[1:]), 1, 0)
 
-    def joined(layers: Array) -> Array:
+    def restack(layers: Array) -> Array:
         return jnp.moveaxis(layers, 0, 1).reshape(num_layers, *layers.shape[2:])
 
-    inputs = jax.tree.map(split, (stacks, jnp.arange(num_layers)))
-    return jax.tree.map(joined, lax.map(lambda entry: function(*entry), inputs))
+    inputs = jax.tree.map(split_stages, (stacks, jnp.arange(num_layers)))
+    return jax.tree.map(restack, lax.map(lambda entry: function(*entry), inputs))

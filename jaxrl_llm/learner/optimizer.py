@@ -97,13 +97,13 @@ def _times_learning_rates(
     )
     factors = config.rate_factors
 
-    def scaled(path: tuple[Any, ...], update: Array) -> Array:
+    def scaled_update(path: tuple[Any, ...], update: Array) -> Array:
         name = parameter_name(path)
         factor = next((f for pattern, f in factors if pattern.search(name)), 1.0)
         own_rate = tower if path[0].key == "vision" else rate
         return jnp.asarray(own_rate * factor, update.dtype) * update
 
-    return jax.tree_util.tree_map_with_path(scaled, updates)
+    return jax.tree_util.tree_map_with_path(scaled_update, updates)
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:
@@ -136,7 +136,7 @@ def _scale_by_learning_rates(scaled: Callable[[Tree, Array], Tree]) -> optax.Gra
     return optax.GradientTransformation(init, update)
 
 
-class _Scaled(NamedTuple):
+class _LeafUpdate(NamedTuple):
     """A gradient, or an update, of one parameter with its moments."""
 
     update: Any
@@ -161,7 +161,7 @@ def _scale_by_moments(config: OptimizerConfig) -> optax.GradientTransformation:
         )
         return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), first, second)
 
-    def muon_update(path, count: Array, inputs: _Scaled, layers: Array) -> _Scaled:
+    def muon_update(path, count: Array, inputs: _LeafUpdate, layers: Array) -> _LeafUpdate:
         gradient, first, second = inputs
         beta = config.muon_beta
         first = optax.tree.update_moment(gradient, _float_moment(first), beta, 1)
@@ -170,9 +170,9 @@ def _scale_by_moments(config: OptimizerConfig) -> optax.GradientTransformation:
             schedule_free.bias_correction(beta, count + 1),
         )
         update = muon.muon_direction(gradient, first, beta, corrections)
-        return _Scaled(update, _stored_first(config, path, first), second)
+        return _LeafUpdate(update, _stored_first(config, path, first), second)
 
-    def adam_update(path, count: Array, inputs: _Scaled, layers: Array) -> _Scaled:
+    def adam_update(path, count: Array, inputs: _LeafUpdate, layers: Array) -> _LeafUpdate:
         gradient, first, second = inputs
         first = optax.tree.update_moment(gradient, _float_moment(first), beta1, 1)
         second = optax.tree.update_moment_per_elem_norm(gradient, _float_moment(second), beta2, 2)
@@ -180,32 +180,32 @@ def _scale_by_moments(config: OptimizerConfig) -> optax.GradientTransformation:
         root = jnp.sqrt(second / schedule_free.bias_correction(beta2, count))
         update = corrected / (root + config.eps)
         first = _stored_first(config, path, first)
-        return _Scaled(update, first, _stored_second(config, path, second, count, layers))
+        return _LeafUpdate(update, first, _stored_second(config, path, second, count, layers))
 
     def update(gradients: Tree, state: optax.ScaleByAdamState, params: Tree = None):
         del params
         count = optax.safe_increment(state.count)
 
-        def scaled(path, gradient: Array, first: Any, second: Any) -> _Scaled:
-            has_muon, inputs = _has_muon(config, path), _Scaled(gradient, first, second)
+        def leaf_update(path, gradient: Array, first: Any, second: Any) -> _LeafUpdate:
+            has_muon, inputs = _has_muon(config, path), _LeafUpdate(gradient, first, second)
             scale = functools.partial(muon_update if has_muon else adam_update, path, count)
             loops = has_muon or _block_size(config, path, gradient.shape)
             if loops and layer_loop.is_stacked(path):
                 return layer_loop.map_layers(scale, inputs)
             return scale(inputs, jnp.int32(0))
 
-        results = jax.tree_util.tree_map_with_path(scaled, gradients, state.mu, state.nu)
+        results = jax.tree_util.tree_map_with_path(leaf_update, gradients, state.mu, state.nu)
         updates, first, second = (
-            jax.tree.map(lambda r, n=name: getattr(r, n), results, is_leaf=_is_scaled)
-            for name in _Scaled._fields
+            jax.tree.map(lambda r, n=name: getattr(r, n), results, is_leaf=_is_leaf_update)
+            for name in _LeafUpdate._fields
         )
         return updates, optax.ScaleByAdamState(count, first, second)
 
     return optax.GradientTransformation(init, update)
 
 
-def _is_scaled(node: Any) -> bool:
-    return isinstance(node, _Scaled)
+def _is_leaf_update(node: Any) -> bool:
+    return isinstance(node, _LeafUpdate)
 
 
 def _has_muon(config: OptimizerConfig, path: tuple[Any, ...]) -> bool:
