@@ -23,7 +23,7 @@ Tree = Any
 class ScheduleFreeState(NamedTuple):
     """The state of schedule-free AdamW; `z` and `nu` have the structure of the parameters."""
 
-    count: Int[Array, ""]  # updates taken
+    num_updates: Int[Array, ""]
     weight_sum: Float[Array, ""]  # of the squared rates that the average weighs by
     max_rate: Float[Array, ""]
     z: Tree
@@ -68,7 +68,7 @@ def schedule_free_adamw(
         return ScheduleFreeState(jnp.zeros([], jnp.int32), zero, zero, z, zeros)
 
     def update(gradients: Tree, state: ScheduleFreeState, params: Tree):
-        count = optax.safe_increment(state.count)
+        count = optax.safe_increment(state.num_updates)
         second = optax.tree.update_moment_per_elem_norm(gradients, state.nu, config.beta2, 2)
         correction = bias_correction(config.beta2, count)
         steps = jax.tree.map(
@@ -76,9 +76,9 @@ def schedule_free_adamw(
         )
         point = gradient_point(config.beta1, params, state)
         steps, _ = decay.update(steps, decay.init(params), point)
-        steps = router_replay.with_frozen_biases(scaled(steps, state.count))
+        steps = router_replay.with_frozen_biases(scaled(steps, state.num_updates))
         z = jax.tree.map(jnp.add, state.z, steps)
-        max_rate = jnp.maximum(state.max_rate, rate(state.count))
+        max_rate = jnp.maximum(state.max_rate, rate(state.num_updates))
         weight_sum = state.weight_sum + max_rate**2
         share = jnp.where(weight_sum > 0, max_rate**2 / weight_sum, 0.0)
         updates = jax.tree.map(lambda z, x: share * (z - x.astype(jnp.float32)), z, params)
