@@ -396,6 +396,7 @@ def engine(config: RLConfig):
         built = policy_sampler.make_sampler(config, models, {})
     named = {name: value for name, value in seen["engine"].items() if name != "decode"}
     named["max_turn_tokens"] = built.max_turn_tokens
+    named["strict_tools"] = built.strict_tools is not None
     named["grammar"] = built.grammar and built.grammar.text
     network = dataclasses.replace(named.pop("network"), lora=None)
     return network, named, seen["resharder"], episodes.sampling_params(config.rollout, (1,))

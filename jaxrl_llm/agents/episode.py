@@ -10,7 +10,7 @@ from jaxrl_llm.agents import message_content, template_delta, tool_call_formats,
 from jaxrl_llm.agents.agent_pool import AgentError, Answer
 from jaxrl_llm.agents.tool_call_arguments import schemas_of
 from jaxrl_llm.agents.tool_call_formats import ParsedToolCall, ParsedTurn
-from jaxrl_llm.agents.tool_call_scanner import open_thinking_mark
+from jaxrl_llm.agents.tool_call_scanner import THINKING_TOKENS, open_thinking_mark
 from jaxrl_llm.config.agent import AgentConfig
 from jaxrl_llm.data.encoding import without_guards
 from jaxrl_llm.data.errors import DataError
@@ -27,7 +27,6 @@ ERROR_KINDS = (
     *("tool_seconds", "too_long", "template", "image"),  # of an episode
     *("start_PROBLEM", "reward_PROBLEM", "end_PROBLEM"),  # of an environment
 )
-_END_TOKENS = 16  # at the end of a prompt: enough to hold a mark that opens thinking
 EPISODE_END = template_delta.TemplateDelta((), False)  # no tokens follow: the episode has ended
 
 # A pending exchange with the process of an episode: a generator that yields requests, is sent the
@@ -340,7 +339,9 @@ class Episode:
 
     def _thinking_mark(self, tokens: Sequence[int]) -> str:
         """The mark of the thinking block that is open at the end of the tokens, "" if none is."""
-        end = self._context.tokenizer.decode(list(tokens[-_END_TOKENS:]), skip_special_tokens=False)
+        end = self._context.tokenizer.decode(
+            list(tokens[-THINKING_TOKENS:]), skip_special_tokens=False
+        )
         return open_thinking_mark(str(end))
 
     def _expanded_images(

@@ -17,7 +17,9 @@ from jaxrl_llm.text import clean_json, clean_text
 
 _T = TypeVar("_T")
 
-THINKING = {"<think>": "</think>", "[THINK]": "[/THINK]"}  # opening mark -> closing mark
+# Opening mark -> closing mark.
+THINKING = {"<think>": "</think>", "[THINK]": "[/THINK]"}
+THINKING_TOKENS = 16  # at the end of a prompt: enough to hold a mark that opens thinking
 _STRUCTURE = re.compile(r'["\[\]{}]')
 _IN_STRING = re.compile(r'["\\]')
 _WORD = re.compile(r"[^\s<>]*")
@@ -254,6 +256,16 @@ def partial_mark_length(text: str, marks: Sequence[str]) -> int:
         if any(len(mark) > size and mark.startswith(text[-size:]) for mark in marks):
             return size
     return 0
+
+
+def thinking_marks(chat_template: str) -> tuple[str, ...]:
+    """The marks between which models with this chat template think; empty if they do not.
+
+    >>> thinking_marks("... <think> ... </think> ...")
+    ('<think>', '</think>')
+    """
+    pairs = THINKING.items()
+    return next((pair for pair in pairs if all(mark in chat_template for mark in pair)), ())
 
 
 def open_thinking_mark(prompt: str) -> str:

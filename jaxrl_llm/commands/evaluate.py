@@ -12,6 +12,7 @@ from jaxrl_llm.commands.options import EvaluateOptions
 from jaxrl_llm.data import datasets
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.rewards import truth_checks
+from jaxrl_llm.sampling import policy_sampler
 from jaxrl_llm.saved_policy import SavedPolicy
 from jaxrl_llm.trainer.agent_host import make_agent_host
 from jaxrl_llm.trainer.evaluation import Evaluator
@@ -60,6 +61,7 @@ def main(options: EvaluateOptions) -> None:
         held_out = truth_checks.without_unreadable_truths({"eval": (held_out, only_functions)})[
             "eval"
         ]
+        policy_sampler.check_strict_tools(config, source.models, held_out.prompts)
         scorer = stack.enter_context(
             rewards_lib.RolloutScorer(only_functions, {}, environments, bool(environments))
         )

@@ -115,10 +115,7 @@ class GenerateOptions(PolicyOptions):
 
 
 class ServeOptions(PolicyOptions):
-    """Serves a model or a run with OpenAI's HTTP API.
-
-    SIGTERM stops it after the accepted requests are done; SIGHUP makes it read the newest weights.
-    """
+    """Serves a model or a run with OpenAI's HTTP API."""
 
     module = "serve"
     positional = "adapters"

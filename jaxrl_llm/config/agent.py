@@ -13,7 +13,14 @@ BUILTIN_TOOLS = ("calculator", "python", "search")
 # Values of a row's `agent_name` that mean: tools and no environment; one answer without either.
 TOOLS_ALONE, SINGLE_TURN = "tool_agent", "single_turn_agent"
 # Settings without effect on a harness, and those without effect on tools and environments.
-_TOOL_FIELDS = ["default", "max_turns", "max_calls", "max_result_characters", "cut_results"]
+_TOOL_FIELDS = [
+    "default",
+    "strict_tools",
+    "max_turns",
+    "max_calls",
+    "max_result_characters",
+    "cut_results",
+]
 _TOOL_FIELDS += ["timeout_s", "max_tool_s", "corpus"]
 _HARNESS_FIELDS = ["harness_timeout_s", "max_requests", "max_harness_processes", "failure_reward"]
 _FUNCTION_PATH = re.compile(r"[^\s:]+:[A-Za-z_]\w*")
@@ -51,6 +58,9 @@ class AgentConfig(ConfigGroup):
     call_format: Literal[
         "auto", "hermes", "qwen3_coder", "glm4", "llama3", "mistral", "harmony", "deepseek"
     ] = "auto"
+    # Each sampled call names an offered tool and is valid by its schema. Needs
+    # rollout.support_tokens in training, and the extra [serve].
+    strict_tools: bool = False
     max_turns: Annotated[int, Range("[1, 1024]")] = 8  # of the policy in an episode
     max_turn_tokens: Annotated[int, Range("[0, 1000000000]", "0: those of the response")] = 0
     max_calls: Annotated[int, Range("[1, 64]")] = 4  # in a turn; the others are not made
@@ -114,6 +124,8 @@ class AgentConfig(ConfigGroup):
                 known = ", ".join(BUILTIN_TOOLS)
                 remedy = "or your own as 'package.module:function' or 'path/file.py:function'"
                 yield f"tools[{i}]", f"unknown tool {tool!r}; known: {known}; {remedy}"
+        if self.strict_tools and not self.is_used:
+            yield "strict_tools", "there are no tools; add agent.tools or agent.environments"
         if len(set(self.tools)) < len(self.tools):
             yield "tools", f"each one once, got {self.tools}"
         if self.default and self.default not in (TOOLS_ALONE, *self.environments):
@@ -135,6 +147,8 @@ class AgentConfig(ConfigGroup):
     def _harness_rules(self) -> Problems:
         if not self.harness:
             return
+        if self.strict_tools:
+            yield "strict_tools", "a harness says for each request which of its tools are strict"
         if self.tools or self.environments:
             message = f"{self.harness!r} is an agent with tools of its own"
             yield "harness", f"{message}; leave agent.tools and agent.environments empty"

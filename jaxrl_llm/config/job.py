@@ -462,7 +462,7 @@ class RLConfig(JobConfig):
         if (size := self.rollout.support_tokens) and self.distillation.teachers:
             message = f"{size}, but teachers' log-probs are of the whole vocabulary; set it to 0"
             yield "rollout.support_tokens", message
-        yield from self.rollout.training_problems(self.agent.is_used)
+        yield from self.rollout.training_problems(self.agent)
         if self.rollout.engine == VLLM_ENGINE:
             temperatures = self.rollout.temperature, self.evaluation.temperature
             yield from self.rollout.vllm.run_rules(*temperatures, self.trainer.schedule)

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+from jaxrl_llm.config.agent import AgentConfig
 from jaxrl_llm.config.datasets.presets import PRESETS, Preset, RowMapping, pair_problems
 from jaxrl_llm.config.datasets.slices import overlap_problem
 from jaxrl_llm.config.validation import (
@@ -302,14 +303,19 @@ class RolloutConfig(ConfigGroup):
             raise ValueError(f"is {type(schema).__name__}, not an object")
         return schema
 
-    def training_problems(self, has_agents: bool) -> Problems:
-        """Problems of a run that trains on its samples, with agents or without."""
-        if self.schema and not self.support_tokens:
-            message = "needs rollout.support_tokens, for example 64: else the learner's log-probs"
-            yield "rollout.schema", f"{message} would count tokens that the schema forbids"
-        if self.schema and has_agents:
-            message = "is for responses of one turn; in an agent.harness use strict tools or"
-            yield "rollout.schema", f"{message} response_format"
+    def training_problems(self, agent: AgentConfig) -> Problems:
+        """Problems of a run that trains on its samples, which these agents may draw."""
+        constraints = {"rollout.schema": self.schema, "agent.strict_tools": agent.strict_tools}
+        for name in (name for name, is_set in constraints.items() if is_set):
+            if not self.support_tokens:
+                message = "needs rollout.support_tokens, for example 64: else the learner's"
+                yield name, f"{message} log-probs would count tokens that are forbidden"
+        if self.schema and agent.is_used:
+            message = "is for responses of one turn; use agent.strict_tools, or in an agent.harness"
+            yield "rollout.schema", f"{message} strict tools or response_format"
+        if agent.strict_tools and self.engine != BUILT_IN_ENGINE:
+            message = f"only the built-in engine follows schemas, not {self.engine!r}"
+            yield "agent.strict_tools", message
 
     def _schema_problems(self) -> Problems:
         try:

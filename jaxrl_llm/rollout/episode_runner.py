@@ -19,6 +19,8 @@ from jaxrl_llm.rollout.engine.requests import Completion, Request, SamplingParam
 from jaxrl_llm.rollout.engine_api import SamplingEngine, WeightsReceiver
 from jaxrl_llm.types import EpisodeLog, Prompt, PromptBatch, PromptImage, Weights
 
+# Constrain(episode, tokens): the grammar of the turn that follows these tokens; None: any text.
+Constrain = Callable[[int, Several[int]], Grammar | None]
 # See(images, num_tokens): image inputs of a sequence; None for a sequence without images.
 MakeImageInputs = Callable[[Several[PromptImage], int], ImageInputs | None]
 
@@ -139,7 +141,7 @@ class EpisodeRunner:
         world: EpisodeEnvironment | None = None,
         max_turn_tokens: int = 0,
         see: MakeImageInputs | None = None,
-        grammar: Grammar | None = None,
+        constrain: Constrain | None = None,
     ):
         """
         Args:
@@ -148,9 +150,9 @@ class EpisodeRunner:
           world: Replies to the policy; without it every episode has one turn.
           max_turn_tokens: Maximum tokens of one turn; 0: the limit of the whole response.
           see: Makes the image inputs of sequences; needed for prompts with images.
-          grammar: Constrains the text of every turn; None: any text.
+          constrain: The grammar of each turn; without it turns are any text.
         """
-        self._engine, self._world, self._see, self._grammar = engine, world, see, grammar
+        self._engine, self._world, self._see, self._constrain = engine, world, see, constrain
         self._receiver = engine if isinstance(engine, WeightsReceiver) else None
         self._received: int | None = None  # version of the weights that it has
         self._samples, self._max_turn_tokens = samples, max_turn_tokens
@@ -300,6 +302,7 @@ class EpisodeRunner:
         """Submits a request that continues sequences with equal tokens so far."""
         first = sequences[0]
         tokens = (*first.prompt, *first.tokens)
+        before_turn = tokens[: len(tokens) - first.num_partial]
         room = self._engine.max_tokens - len(tokens)
 
         def params_of(sequence: EpisodeSequence) -> SamplingParams:
@@ -317,7 +320,7 @@ class EpisodeRunner:
             continues=continues,
             num_partial=first.num_partial,
             image_inputs=self._see(first.images, len(tokens)) if self._see else None,
-            grammar=self._grammar,
+            grammar=self._constrain(first.episode, before_turn) if self._constrain else None,
         )
         number = self._engine.submit(request)
         completions = self._engine.completions(number)

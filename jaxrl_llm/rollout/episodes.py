@@ -14,7 +14,6 @@ from jaxrl_llm.config import RolloutConfig
 from jaxrl_llm.models.transformer import ROUTE_DTYPE
 from jaxrl_llm.packing.packed_batch import bucket
 from jaxrl_llm.rollout import episode_runner
-from jaxrl_llm.rollout.engine.grammars import Grammar
 from jaxrl_llm.rollout.engine.requests import EngineStatistics, SamplingParams
 from jaxrl_llm.rollout.engine_api import SamplingEngine
 from jaxrl_llm.rollout.episode_runner import EpisodeEnvironment, EpisodeRunner
@@ -46,7 +45,7 @@ def rollout(
     max_turn_tokens: int = 0,
     ended: Callable[[Rollouts, int], None] | None = None,
     see: episode_runner.MakeImageInputs | None = None,
-    grammar: Grammar | None = None,
+    constrain: episode_runner.Constrain | None = None,
 ) -> tuple[Rollouts, EngineStatistics]:
     """Samples `len(samples)` episodes of every prompt, prompt-major, with the engine's statistics.
 
@@ -61,13 +60,13 @@ def rollout(
       ended: Callback for single-turn episodes: called with the rows of a prompt once all its
         samples have ended, and the number of the first row, while other samples continue.
       see: Makes the image inputs of sequences; needed for prompts with images.
-      grammar: Constrains the text of every turn; None: any text.
+      constrain: The grammar of each turn; without it turns are any text.
     """
     n = len(samples)
     keys = sample_keys(key, len(prompts.prompts) * n)
     if world is not None:
         prompts = world.begin(prompts, n)
-    play = EpisodeRunner(engine, samples, world, max_turn_tokens, see, grammar)
+    play = EpisodeRunner(engine, samples, world, max_turn_tokens, see, constrain)
     with engine.session():
         for p, prompt in enumerate(prompts.prompts):
             play.start(prompt, p * n, keys[p * n : (p + 1) * n])

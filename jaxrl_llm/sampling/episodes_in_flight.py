@@ -96,10 +96,8 @@ class _Dialogues:
     def __init__(
         self, engine: SamplingEngine, samples: Sequence[SamplingParams], sampler: PolicySampler
     ):
-        self._runner, self._samples = (
-            EpisodeRunner(engine, samples, grammar=sampler.grammar),
-            samples,
-        )
+        self._samples = samples
+        self._runner = EpisodeRunner(engine, samples, constrain=lambda *_: sampler.grammar)
         self.start, self.pause, self.resume = (
             self._runner.start,
             self._runner.pause,

@@ -5,12 +5,13 @@ import ctypes
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 from absl import logging
 from jax.sharding import Mesh, NamedSharding
 
+from jaxrl_llm.agents.episode import call_format
 from jaxrl_llm.config import ConfigError, RLConfig, RolloutConfig
 from jaxrl_llm.config.rollout_data import BUILT_IN_ENGINE
 from jaxrl_llm.learner import job_models
@@ -26,9 +27,10 @@ from jaxrl_llm.rollout.engine_api import ClosableEngine, EngineArgs, SamplingEng
 from jaxrl_llm.rollout.episode_runner import EpisodeEnvironment
 from jaxrl_llm.rollout.session_host import SessionHost
 from jaxrl_llm.rollout.session_runner import session_rollouts
+from jaxrl_llm.sampling.reply_grammars import StrictToolGrammars
 from jaxrl_llm.sharding import device_pools
 from jaxrl_llm.sharding.reshard import Resharder
-from jaxrl_llm.types import PromptBatch, Rollouts, Weights
+from jaxrl_llm.types import Prompt, PromptBatch, Rollouts, Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,7 @@ class PolicySampler:
     max_turn_tokens: int = 0  # in episodes; 0: the limit of the whole response
     is_async: bool = False  # asynchronous: samples of later steps are drawn during training
     grammar: Grammar | None = None  # of every response; None: any text
+    strict_tools: StrictToolGrammars | None = None  # of the turns of episodes; None: any text
     retains_old_weights: bool = False  # old weights stay usable after an update
 
     @property
@@ -85,6 +88,12 @@ class PolicySampler:
             return session_rollouts(
                 self.engine, weights, tokenizer, prompts, samples, key, self.world, turn
             )
+
+        def constrain(episode: int, tokens: Sequence[int]) -> Grammar | None:
+            if self.strict_tools is None:
+                return self.grammar
+            return self.strict_tools.grammar(prompts.prompts[episode // len(samples)], tokens)
+
         return episodes.rollout(
             self.engine,
             weights,
@@ -96,7 +105,7 @@ class PolicySampler:
             turn,
             ended,
             see,
-            self.grammar,
+            constrain,
         )
 
     def abstract(self) -> Params:
@@ -209,11 +218,38 @@ def response_grammar(config: RLConfig, models: Models) -> Grammar | None:
     source = structured_outputs.source_of(
         structured_outputs.json_part(config.rollout.json_schema), "config.rollout.schema"
     )
-    compiler = structured_outputs.GrammarCompiler(models.tokenizer, models.policy.shape.vocab_size)
     try:
-        return compiler.compile(source)
+        return _grammar_compiler(models).compile(source)
     except GrammarError as error:
         raise ConfigError(str(error)) from error
+
+
+def strict_tool_grammars(config: RLConfig, models: Models) -> StrictToolGrammars | None:
+    """The grammars of `agent.strict_tools`, none compiled yet; None: it is off."""
+    if not config.agent.strict_tools:
+        return None
+    tokenizer = models.tokenizer
+    return StrictToolGrammars(
+        _grammar_compiler(models),
+        tokenizer,
+        call_format(config.agent, tokenizer),
+        models.eos_tokens,
+    )
+
+
+def check_strict_tools(config: RLConfig, models: Models, prompts: Iterable[Prompt]) -> None:
+    """Raises a ConfigError if calls of a prompt's tools cannot be constrained."""
+    if (grammars := strict_tool_grammars(config, models)) is None:
+        return
+    try:
+        for prompt in prompts:
+            grammars.grammar(prompt)
+    except GrammarError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _grammar_compiler(models: Models) -> structured_outputs.GrammarCompiler:
+    return structured_outputs.GrammarCompiler(models.tokenizer, models.policy.shape.vocab_size)
 
 
 def make_sampler(
@@ -270,6 +306,7 @@ def make_sampler(
         max_turn_tokens=config.agent.max_turn_tokens,
         is_async=config.trainer.sampling == "async",
         grammar=response_grammar(config, models),
+        strict_tools=strict_tool_grammars(config, models),
         retains_old_weights=config.max_staleness > 0 and config.trainer.new_weights == "drain",
     )
 

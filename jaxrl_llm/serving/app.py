@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxrl_llm.agents.tool_call_scanner import thinking_marks
 from jaxrl_llm.agents.tools import special_tokens
 from jaxrl_llm.data.token_names import TokenNames, detokenizer
 from jaxrl_llm.rollout.engine.grammars import Grammar, GrammarError
@@ -50,7 +51,7 @@ from jaxrl_llm.serving.responses_api.events import ResponsesFormat
 from jaxrl_llm.serving.responses_api.fields import PATH as RESPONSES_PATH
 from jaxrl_llm.serving.responses_api.store import ResponseStore, storage_routes
 from jaxrl_llm.serving.tokenization import DetokenizeBody, TokenizeBody, tokenize_reply
-from jaxrl_llm.serving.tool_call_stream import StreamedCall, ToolCallStream, thinking_marks
+from jaxrl_llm.serving.tool_call_stream import StreamedCall, ToolCallStream
 
 _T = TypeVar("_T")
 

@@ -12,7 +12,6 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.agents.episode import call_id
-from jaxrl_llm.agents.template_delta import with_json_arguments
 from jaxrl_llm.agents.tool_call_arguments import schemas_of
 from jaxrl_llm.agents.tool_call_formats import FORMATS
 from jaxrl_llm.agents.tool_call_grammars import (
@@ -22,15 +21,23 @@ from jaxrl_llm.agents.tool_call_grammars import (
     RenderCalls,
     call_grammar,
 )
-from jaxrl_llm.agents.tool_call_scanner import open_thinking_mark
+from jaxrl_llm.agents.tool_call_scanner import open_thinking_mark, thinking_marks
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.images import expand_tokens
 from jaxrl_llm.data.tokenizer import Message
 from jaxrl_llm.rollout.engine.grammars import GrammarError
 from jaxrl_llm.rollout.structured_outputs import GrammarSource
+from jaxrl_llm.sampling.reply_grammars import (
+    ReplyMarks,
+    render_messages,
+    reply_grammar,
+    reply_marks,
+    template_call,
+    turn_with_calls,
+)
 from jaxrl_llm.serving import fields
-from jaxrl_llm.serving.constraints import ReplyMarks, ResponseFormat, reply_grammar
+from jaxrl_llm.serving.constraints import ResponseFormat
 from jaxrl_llm.serving.fields import Strict
 from jaxrl_llm.serving.protocol import (
     FAIL_FAST,
@@ -42,7 +49,7 @@ from jaxrl_llm.serving.protocol import (
     ServedModel,
     TopLogProbs,
 )
-from jaxrl_llm.serving.tool_call_stream import ExpectedCalls, StreamedCall, thinking_marks
+from jaxrl_llm.serving.tool_call_stream import ExpectedCalls, StreamedCall
 from jaxrl_llm.text import text_fault
 from jaxrl_llm.types import PromptImage
 
@@ -312,7 +319,7 @@ class ChatBody(Body):
             raise ApiError(400, f"{message}; leave them out", param="tools")
         options = {**self._template_variables, **({"tools": tools} if tools else {})}
         try:
-            text = _render_messages(
+            text = render_messages(
                 lambda messages_variant: tokenizer_lib.prompt_text(
                     served.tokenizer, messages_variant, served.chat_template, options
                 ),
@@ -375,7 +382,7 @@ class ChatBody(Body):
         if not (answer or is_strict or prompt.call_start):
             return None
         has_text = not (answer or prompt.call_start)
-        marks = _reply_marks(served, prompt)
+        marks = reply_marks(served.call_format, str(served.tokenizer.chat_template), prompt.text)
         calls = None
         if offered:
             allowed = [
@@ -485,7 +492,7 @@ def _template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
                 name = call.function.name
                 call_fields[call.id] = {"tool_call_id": call_id(number), "name": name}
                 arguments = json.loads(call.function.arguments or "{}")
-                template_message["tool_calls"].append(_template_call(number, name, arguments))
+                template_message["tool_calls"].append(template_call(number, name, arguments))
         if message.tool_call_id is not None:
             if message.tool_call_id not in call_fields:
                 problem = f"tool_call_id {message.tool_call_id[:100]!r} answers no call before it"
@@ -493,32 +500,6 @@ def _template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             template_message |= call_fields[message.tool_call_id]
         template_messages.append(template_message)
     return template_messages
-
-
-def _render_messages(
-    render: Callable[[Sequence[Message]], str], messages: Sequence[Message]
-) -> str:
-    """The rendered messages; call arguments are objects or, if the template fails, JSON strings."""
-    try:
-        return render(messages)
-    except DataError:
-        return render(with_json_arguments(messages))
-
-
-def _turn_with_calls(
-    served: ServedModel,
-    messages: Sequence[Message],
-    options: Mapping[str, Any],
-    calls: Sequence[Call],
-) -> str:
-    """The dialogue and a turn of the assistant with these calls, rendered."""
-
-    def render_text(dialogue: Sequence[Message]) -> str:
-        return str(tokenizer_lib.render_chat(served.tokenizer, dialogue, options, tokenize=False))
-
-    tool_calls = [_template_call(number, *call) for number, call in enumerate(calls)]
-    turn = {"role": "assistant", "content": "", "tool_calls": tool_calls}
-    return _render_messages(render_text, [*messages, turn])
 
 
 def _rendered_calls(
@@ -529,19 +510,7 @@ def _rendered_calls(
     calls: Sequence[Call],
 ) -> str:
     """The text of these calls behind the dialogue, which is rendered as `text` before a reply."""
-    return _turn_with_calls(served, messages, options, calls).removeprefix(text)
-
-
-def _reply_marks(served: ServedModel, prompt: RenderedPrompt) -> ReplyMarks:
-    """The marks of the model's thinking and answers, as its format or its template has them."""
-    row = FORMATS[served.call_format] if served.call_format else None
-    marks = thinking_marks(str(served.tokenizer.chat_template))
-    return ReplyMarks(
-        row.thinking_marks if row and row.thinking_marks else marks,
-        open_thinking_mark(prompt.text),
-        row.answer_start if row else "",
-        row.call_mark if row else "",
-    )
+    return turn_with_calls(served.tokenizer, messages, options, calls).removeprefix(text)
 
 
 def _forced_call_start(
@@ -556,7 +525,8 @@ def _forced_call_start(
         return ""
     calls = [(name, arguments) for name in names for arguments in ({}, {"x": 1})]
     columns = zip(
-        *(_turn_with_calls(served, messages, options, [call]) for call in calls), strict=False
+        *(turn_with_calls(served.tokenizer, messages, options, [call]) for call in calls),
+        strict=False,
     )
     shared = itertools.takewhile(lambda characters: len({*characters}) == 1, columns)
     common = "".join(characters[0] for characters in shared)
@@ -572,9 +542,4 @@ def _forced_call_start(
 
 def call_message(call: StreamedCall) -> dict[str, Any]:
     """A call in a reply of this server, in the form for chat templates."""
-    return _template_call(call.number, call.name, json.loads(call.arguments))
-
-
-def _template_call(number: int, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments}
-    return {"type": "function", "id": call_id(number), "function": function}
+    return template_call(call.number, call.name, json.loads(call.arguments))

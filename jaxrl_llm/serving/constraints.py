@@ -2,29 +2,21 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
-from jaxrl_llm.agents.tool_call_grammars import CallGrammar
 from jaxrl_llm.rollout import structured_outputs
 from jaxrl_llm.rollout.engine.grammars import GrammarError
-from jaxrl_llm.rollout.structured_outputs import GrammarPart, GrammarSource
+from jaxrl_llm.sampling.reply_grammars import Constraint
 from jaxrl_llm.serving import fields
 from jaxrl_llm.serving.fields import Strict
 
 Choices = Annotated[list[str], Field(min_length=1, max_length=4096, fail_fast=True)]
 Schema = dict[str, Any] | bool
 _ANY_OBJECT = {"type": "object"}
-
-
-class Constraint(NamedTuple):
-    """A grammar that the text of a reply must follow."""
-
-    part: GrammarPart
-    setting: str  # the field that asks for it
 
 
 with warnings.catch_warnings():
@@ -129,62 +121,3 @@ def _schema(text: str, setting: str) -> Any:
     if not isinstance(schema, dict | bool):
         raise GrammarError(f"{setting}: a JSON schema is an object, got {text[:100]!r}")
     return schema
-
-
-class ReplyMarks(NamedTuple):
-    """The texts by which a model marks the parts of its reply; "" where it has none."""
-
-    thinking: tuple[str, ...] = ()  # opening and closing mark; (): the model does not think
-    open_thinking: str = ""  # the opening mark, if the prompt ends with it
-    answer_start: str = ""
-    call_start: str = ""  # with which calls begin behind text
-
-
-def reply_grammar(
-    literal: Callable[[str], str],
-    *,
-    answer: Constraint | None,
-    calls: CallGrammar | None,
-    has_text: bool,
-    marks: ReplyMarks,
-) -> GrammarSource:
-    """The constraint of a chat's reply: thinking, if the model does, then an answer or calls.
-
-    Args:
-      literal: A text as a Lark expression.
-      answer: Of the text.
-      calls: Calls of tools that may be made, without `call_start` if `has_text`; None: none.
-      has_text: Whether a text without a constraint may stand before calls, or alone.
-      marks: Of the model.
-    """
-    rules = ["TEXT: /(.|\\n)*/", "SPACE: /[ \\n]{0,4}/"]
-    parts: list[tuple[str, str]] = []
-    alternatives: list[str] = []
-    if answer is not None:
-        alternatives.append(f"{literal(marks.answer_start)} @answer")
-        parts.append(("answer", json.dumps(answer.part)))
-    if calls is not None:
-        rules += calls.rules
-        parts += [(name, json.dumps({"json_schema": schema})) for name, schema in calls.parts]
-        alternatives.append("text_before_calls calls" if has_text else "calls")
-        if has_text:
-            # Calls that no mark begins are objects: other text begins with another character.
-            is_marked = marks.call_start or marks.answer_start
-            rules.append("ANSWER: " + ("TEXT" if is_marked else r"/([^{](.|\n)*)?/"))
-            alternatives.append(f"{literal(marks.answer_start)} ANSWER")
-            rules.append(_marked_text("text_before_calls", literal(marks.call_start)))
-    thinking = ""
-    if marks.thinking:
-        opening, closing = map(literal, marks.thinking)
-        rules.append(_marked_text("thoughts", closing))
-        thinking = "thoughts SPACE" if marks.open_thinking else f"({opening} thoughts SPACE)?"
-    rules = [f"start: {thinking} ({' | '.join(alternatives)})", *rules]
-    return GrammarSource("\n".join(rules), tuple(parts), answer.setting if answer else "tools")
-
-
-def _marked_text(rule: str, mark: str) -> str:
-    """A rule for a text and the mark that ends it, where the mark occurs for the first time."""
-    if mark == '""':
-        return f'{rule}: ""'
-    # Tokens are in no text. Of text, the shortest is taken that ends with the mark.
-    return f"{rule}: TEXT {mark}" if mark.startswith("<[") else f"{rule}[lazy]: TEXT {mark}"

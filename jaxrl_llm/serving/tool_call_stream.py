@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.agents.tool_call_arguments import Schemas
 from jaxrl_llm.agents.tool_call_formats import FORMATS, thinking_and_text
-from jaxrl_llm.agents.tool_call_scanner import THINKING, ScannedCall, Scanner, Thinking
+from jaxrl_llm.agents.tool_call_scanner import ScannedCall, Scanner, Thinking
 
 
 class ExpectedCalls(NamedTuple):
@@ -112,16 +112,6 @@ class _StrippedText:
         self._space = text[len(stripped) :]
         self._any_text |= bool(stripped)
         return stripped
-
-
-def thinking_marks(chat_template: str) -> tuple[str, ...]:
-    """The marks between which models with this chat template think; empty if they do not.
-
-    >>> thinking_marks("... <think> ... </think> ...")
-    ('<think>', '</think>')
-    """
-    pairs = THINKING.items()
-    return next((pair for pair in pairs if all(mark in chat_template for mark in pair)), ())
 
 
 def _streamed_call(number: int, call: ScannedCall) -> StreamedCall:

@@ -117,6 +117,8 @@ def validate_run(
     held_out = datasets.Dataset(())
     if config.evaluation.is_enabled:
         held_out = load("eval")
+    prompts = (*training_set.prompts, *held_out.prompts)
+    policy_sampler_lib.check_strict_tools(config, models, prompts)
     splits = truth_checks.without_unreadable_truths({
         "train": (training_set, config.rewards),
         "eval": (held_out, config.evaluation_rewards),

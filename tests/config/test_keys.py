@@ -61,6 +61,7 @@ SHORT = {"data.max_prompt_tokens": 8}
 FOLDER = {"model.tokenizer": "FOLDER"}
 CURRICULUM = {"curriculum.choice": "success"}
 SUPPORT = {"rollout.support_tokens": 8}
+STRICT = SUPPORT | {"agent.tools": ("calculator",)}
 IMAGES = {"model.family": "qwen2_5_vl"}
 VLLM = {"rollout.engine": "vllm", "rollout.vllm.python": "python"}
 VLLM_ADDRESS = {"rollout.engine": "vllm", "rollout.vllm.address": "localhost:1"}
@@ -237,6 +238,7 @@ engine: mesh.rollout rollout.max_response_tokens rollout.engine=nowhere:Engine r
     rollout.quantization rollout.cache_dtype=fp8 rollout.speculation.draft_tokens=2
     rollout.speculation.ngram_tokens agent.max_turn_tokens=3
 engine IMAGES: rollout.suppress_unused_tokens
+engine STRICT: agent.strict_tools
 engine SUPPORT: rollout.schema='{"type":"integer"}'
 vllm_worker VLLM: rollout.vllm.python rollout.vllm.tensor_parallel_size
     rollout.vllm.gpu_memory_utilization rollout.vllm.llm_args={'NAME':'1'} rollout.vllm.sleep_level

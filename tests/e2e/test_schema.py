@@ -51,3 +51,52 @@ def test_a_schema_that_cannot_be_followed_is_refused_before_a_model_is_loaded(tm
     bad = json.dumps({"type": "string", "pattern": "("})
     assert "rollout.schema" in problem_of(tmp_path, schema=bad, support_tokens=4)
     assert "only the built-in engine" in problem_of(tmp_path, schema="{}", engine="vllm")
+
+
+TOOL = '''
+from typing import Literal
+
+
+def turn(side: Literal["left", "right"], times: Literal[1, 2, 3]) -> str:
+    """Turns.
+
+    Args:
+        side: To which side.
+        times: How often.
+    """
+    return f"{side} {times + 1}"
+'''
+
+# Short, with a token before each call: a random model writes that now and then.
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
+    "</tool_call>{% endfor %}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.slow
+def test_strict_tools_are_called_with_valid_arguments_alone(tmp_path):
+    # A random model: of its calls otherwise all have an error.
+    (tmp_path / "tools.py").write_text(TOOL)
+    settings = {**SETTINGS, "rollout.top_p": 1.0, "rollout.support_tokens": 32}
+    settings |= {"agent.tools": (f"{tmp_path}/tools.py:turn",), "agent.strict_tools": True}
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    settings |= {"model.chat_template": str(tmp_path / "template.jinja")}
+    settings |= {"model.words": ("<tool_call>", "</tool_call>")}
+    settings |= {"rollout.max_response_tokens": 200, "agent.max_turns": 3}
+    settings |= {"trainer.prompts_per_step": 8, "trainer.minibatch_size": 32}
+    rl.train(runs.config("agent_calculator_tiny", settings), tmp_path / "run")
+    num_calls = 0
+    for number, step in enumerate(steps_of(tmp_path / "run"), 1):
+        assert step["training/rollout_probs_diff_max"] < 1e-5
+        assert step["actor/skipped_updates"] == 0 and step["actor/grad_norm"] > 1e-3
+        for line in (tmp_path / f"run/rollouts/{number}.jsonl").open():
+            row = json.loads(line)
+            assert not row["errors"] or set(row["errors"]) == {"too_long"}, row["errors"]
+            num_calls += sum(row["calls"].values())
+            assert set(row["calls"]) <= {"turn"}
+    assert num_calls > 5
