@@ -29,7 +29,7 @@ from chat_dialogues import DROPPING
 from jaxrl_llm.agents import agent_pool as agents_pool
 from jaxrl_llm.agents.env_manager import EnvManager
 from jaxrl_llm.agents.episode import Episode
-from jaxrl_llm.algorithms import losses, selection
+from jaxrl_llm.algorithms import advantages, losses, selection
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.algorithms.preference_objectives import AnswerCounts, AnswerSums, pair_objective
 from jaxrl_llm.checkpoint.saver import Saver
@@ -168,6 +168,19 @@ def estimates(config: RLConfig):
     return vars(found), state.log_multiplier, after.kl_coef, after.log_multiplier, metrics
 
 
+def opponents(config: RLConfig):
+    """Nash-MD's advantages of a group, of which each response has several opponents."""
+    algorithm = dataclasses.replace(config.algorithm, advantage="nash_md", samples_per_prompt=4)
+    return advantages.estimate(
+        algorithm,
+        rewards=log_probs(1),
+        response_mask=MASK,
+        old_log_probs=log_probs(2),
+        ref_log_probs=log_probs(3),
+        group_ids=np.zeros(4, int),
+    )
+
+
 def first_state(config: RLConfig):
     """What a run begins with beside weights, and how often an optimizer was moved to the host."""
     mesh = job_models.shared_mesh(config)["policy"]
@@ -235,10 +248,20 @@ def distilled(config: RLConfig):
     lesson = distillation.MaskedTeacherLogProbs(jnp.asarray(MASK), jnp.asarray(log_probs(3)))
     rows = dataclasses.replace(Minibatch.zeros(*MASK.shape), old_log_probs=log_probs(2))
     counts = minibatch_denominators(jnp.asarray(MASK))
-    found = {"forward_kl": jnp.asarray(-log_probs(4))}
+    found = dict.fromkeys(("forward_kl", "jsd"), jnp.asarray(-log_probs(4)))
     given = jnp.asarray(log_probs(2)), lesson, found, counts, counts
     advised = distillation.with_distillation_reward(config, rows, lesson).advantages
     return advised, distillation.distillation_loss(config, *given)
+
+
+def top_k_losses(config: RLConfig):
+    """The divergence over a teacher's list."""
+    lists = types.SimpleNamespace(
+        teacher_tokens=np.zeros((4, 6, 1), np.int32), teacher_log_probs=log_probs(3)[..., None]
+    )
+    listed = jnp.stack([log_probs(2), jnp.log(-jnp.expm1(log_probs(2)))], -1)
+    statistics = types.SimpleNamespace(listed_log_probs=listed)
+    return distillation.top_k_divergence(config, lists, statistics)
 
 
 def value_loss(config: RLConfig):
@@ -306,10 +329,11 @@ def asked(config: RLConfig):
 def moved(config):
     """Weights after three updates by an optimizer, and what it remembers."""
     transformation = optimizer.make_optimizer(config, 8)
-    weights = {"w": jnp.array([1.0, -2.0]), "bias": jnp.array([3.0, -1.0])}
+    layers = {"0": {"kernel": jnp.array([[[1.0, -1.0], [2.0, 0.5]]])}}
+    weights = {"w": jnp.array([1.0, -2.0]), "bias": jnp.array([3.0, -1.0]), "layers": layers}
     state, found = transformation.init(weights), []
     for size in (1e-3, 1.0, 3.0):
-        gradients = dict.fromkeys(weights, jnp.array([size, -2.0 * size]))
+        gradients = jax.tree.map(lambda w, n=size: n * jnp.array([1.0, -2.0]) * w**2, weights)
         changes, state = transformation.update(gradients, state, weights)
         weights = jax.tree.map(jnp.add, weights, changes)
         found.append((weights, jax.tree.leaves(state)))

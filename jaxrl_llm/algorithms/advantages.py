@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from jaxrl_llm.algorithms import masked
 from jaxrl_llm.algorithms.lookup import FunctionError, call_by_name, resolve
 from jaxrl_llm.algorithms.masked import GroupIds, Mask, PerRow, PerToken, RowMask, whiten
+from jaxrl_llm.algorithms.online_preferences import nash_md, online_dpo, xpo
 from jaxrl_llm.algorithms.token_baselines import AdvantagesAndReturns, optimal_token_baseline
 from jaxrl_llm.config import AlgorithmConfig
 
@@ -346,6 +347,9 @@ ESTIMATORS: dict[str, Callable[..., AdvantagesAndReturns | Array]] = {
     "gpg": gpg,
     "optimal_token_baseline": optimal_token_baseline,
     "tir_optimal_token_baseline": functools.partial(optimal_token_baseline, count_tools=False),
+    "online_dpo": online_dpo,
+    "xpo": xpo,
+    "nash_md": nash_md,
     "remax": remax,
     "reinforce_plus_plus": reinforce_plus_plus,
 }

@@ -3,6 +3,8 @@
 arXiv:2306.13649 (on-policy distillation, GKD) and arXiv:2306.08543 (reverse KL, MiniLLM).
 """
 
+import math
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -49,3 +51,25 @@ def forward_kl(
     rest = jnp.maximum(1.0 - p.sum(-1), 0.0)
     listed = jnp.sum(p * (teacher - policy[..., :-1]), -1)
     return listed + rest * (jnp.log(jnp.maximum(rest, _LEAST)) - policy[..., -1])
+
+
+def jensen_shannon(
+    teacher: Float[Array, "*dims k"], policy: Float[Array, "*dims k+1"], beta: float
+) -> Float[Array, "*dims"]:
+    """Returns the generalized Jensen-Shannon divergence over k tokens and one bucket of others.
+
+        beta KL(p || m) + (1 - beta) KL(q || m),    m = beta p + (1 - beta) q
+
+    arXiv:2306.13649, Eq. 1, with beta in (0, 1). Arguments and bucket are those of `forward_kl`;
+    with all tokens listed it is the divergence over all of them.
+
+    >>> both = jnp.log(jnp.array([0.5, 0.5]))
+    >>> policy = jnp.log(jnp.array([0.5, 0.5, 1e-30]))
+    >>> print(abs(jensen_shannon(both, policy, 0.3)).round(4))
+    0.0
+    """
+    rest = jnp.maximum(1.0 - jnp.exp(teacher).sum(-1, keepdims=True), 0.0)
+    log_p = jnp.concatenate([teacher, jnp.log(jnp.maximum(rest, _LEAST))], -1)
+    mixture = jnp.logaddexp(log_p + math.log(beta), policy + math.log1p(-beta))
+    p, q = jnp.concatenate([jnp.exp(teacher), rest], -1), jnp.exp(policy)
+    return jnp.sum(beta * p * (log_p - mixture) + (1 - beta) * q * (policy - mixture), -1)

@@ -37,7 +37,10 @@ from jaxrl_llm.types import Minibatch
 _POLICY_OUTPUTS = frozenset({"old_log_probs", "sum_squared_probs", "entropies"})
 
 _ROWS, _WIDTH, _TERMS = 4, 3, 2  # the shapes of a trace
-_PER_TOKEN = ("rewards", "values", "old_log_probs", "sum_squared_probs", "correction_weights")
+_PER_TOKEN = (
+    "rewards", "values", "old_log_probs", "ref_log_probs", "sum_squared_probs",
+    "correction_weights",
+)  # fmt: skip
 # Inputs that the learner offers to an estimator, by name.
 _STEP = {
     **{name: jax.ShapeDtypeStruct((_ROWS, _WIDTH), jnp.float32) for name in _PER_TOKEN},

@@ -78,6 +78,10 @@ class AlgorithmConfig(ConfigGroup):
     gamma: Share = 1.0
     gae_lambda: Share = 1.0
     group_std: bool = True  # divide group advantages by the group's standard deviation
+    # Of the advantages "online_dpo", "xpo" and "nash_md".
+    dpo_beta: Annotated[float, Range("(0, 1000]")] = 0.1  # pull to the reference
+    exploration_coef: Coefficient = 1e-5  # of "xpo": its bonus for leaving the reference
+    mixture_coef: Share = 0.5  # of "nash_md": the reference's part in the opponents' policy
     # Policy loss.
     policy_loss: Name = "vanilla"
     # Hyperparameters of the policy loss: parameters of its function, checked against their ranges
@@ -169,6 +173,11 @@ class AlgorithmConfig(ConfigGroup):
                 f"advantage={self.advantage!r} compares samples of one prompt and needs at"
                 f" least 2, got {self.samples_per_prompt}; set it to 8 or use advantage='gae'",
             )
+        if self.advantage == "nash_md" and self.samples_per_prompt == 2 and self.mixture_coef:
+            message = (
+                "2, but nash_md weighs the other samples of a prompt: of one, no weight matters"
+            )
+            yield "samples_per_prompt", f"{message}; use 3 or more, or mixture_coef=0"
         if self.kl_controller == "adaptive" and self.kl_in != "reward":
             message = f"the KL that kl_in='reward' measures, got kl_in={self.kl_in!r}"
             yield "kl_controller", f"adaptive control needs {message}"

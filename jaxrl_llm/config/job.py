@@ -162,12 +162,6 @@ class JobConfig(ConfigGroup):
         yield from warnings.precision_warnings(self.model, self.lora, self.peak_learning_rates)
 
 
-def _frozen_bias_problems(router: learner.RouterLossConfig, lora: learner.LoraConfig) -> Problems:
-    if router.bias_rate and lora.rank:
-        message = f"{router.bias_rate} moves weights that lora.rank={lora.rank} freezes"
-        yield "router.bias_rate", f"{message}; set one of them to 0"
-
-
 class SupervisedConfig(JobConfig):
     """Base of supervised jobs, which evaluate the loss on held-out rows."""
 
@@ -204,7 +198,7 @@ class SupervisedConfig(JobConfig):
         return self.data.task in ("arithmetic", "stories", "products") or bool(self.data.eval_files)
 
     def rules(self) -> Problems:
-        yield from _frozen_bias_problems(self.router, self.lora)
+        yield from learner.network_rules(self.model, self.lora, self.router, self.trainer)
         if self.evaluation.every and not self.has_held_out:
             message = f"{self.evaluation.every}, but no rows are held out; name data.eval_files"
             yield "evaluation.every", f"{message}, or set it to 0"
@@ -473,7 +467,11 @@ class RLConfig(JobConfig):
         if self.rollout.engine == VLLM_ENGINE:
             temperatures = self.rollout.temperature, self.evaluation.temperature
             yield from self.rollout.vllm.run_rules(*temperatures, self.trainer.schedule)
-        yield from _frozen_bias_problems(self.router, self.lora)
+        yield from learner.network_rules(self.model, self.lora, self.router, self.trainer)
+        yield from learner.critic_rules(self.model, self.router, self.critic)
+        if self.trainer.optimizer.name == "schedule_free":
+            message = "'schedule_free' has its gradient at other weights than those that sample"
+            yield "trainer.optimizer.name", f"{message}; use 'adamw' or 'muon'"
         if self.algorithm.safe and not (self.rewards.cost_functions or self.rewards.cost_models):
             message = "algorithm.safe needs a cost: add cost_models or cost_functions"
             yield "rewards.cost_models", message
@@ -543,12 +541,13 @@ class RLConfig(JobConfig):
         yield from warnings.reward_warnings(self.rewards, self.agent.gives_rewards)
         yield from self.agent.warnings()
         distillation, default = self.distillation, DistillationConfig()
-        for name in ("loss", "coef", "top_k"):
-            read = distillation.loss == "forward_kl" if name == "top_k" else True
+        reads = {"top_k": distillation.compares_lists, "jsd_beta": distillation.loss == "jsd"}
+        for name in ("loss", "coef", "top_k", "jsd_beta"):
+            read = reads.get(name, True)
             if distillation.teachers and read:
                 continue
             if getattr(distillation, name) != getattr(default, name):
-                reason = "loss is not 'forward_kl'" if distillation.teachers else "no teacher"
+                reason = f"loss is {distillation.loss!r}" if distillation.teachers else "no teacher"
                 yield f"config.distillation.{name}: no effect, {reason}"
         costs = sorted({**self.rewards.cost_functions, **self.rewards.cost_models})
         if costs and not algorithm.safe:

@@ -3,6 +3,7 @@
 import math
 from typing import Annotated, Literal
 
+from jaxrl_llm.config.optimizer import OptimizerConfig
 from jaxrl_llm.config.stop_condition import stop_condition
 from jaxrl_llm.config.validation import (
     INT32_MAX,
@@ -150,26 +151,6 @@ class LoraConfig(ConfigGroup):
             yield "targets", "names no projection; nothing would be trained"
 
 
-class OptimizerConfig(ConfigGroup):
-    """AdamW with warm-up, decay and clipping of the global gradient norm."""
-
-    learning_rate: Annotated[float, Range("[0, 1000]")] = 1e-6
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    warmup_steps: Every = 0  # optimizer updates, not RL steps
-    # Lowest value of the decay, relative to learning_rate.
-    min_lr_ratio: Annotated[float, Range("[0, 1]")] = 0.0
-    weight_decay: Annotated[float, Range("[0, 1000]")] = 0.01
-    # "matrices": biases and the scales of norms do not decay.
-    weight_decay_on: Literal["all", "matrices"] = "all"
-    # 1 - beta must be larger than the rounding error of float32.
-    beta1: Annotated[float, Range("[0, 0.999999]")] = 0.9
-    beta2: Annotated[float, Range("[0, 0.999999]")] = 0.999
-    # With a smaller eps, a gradient whose square is 0 in float32 could make a step of any size.
-    eps: Annotated[float, Range("[1e-18, 1000]")] = 1e-8
-    max_grad_norm: Annotated[float, Range("(0, inf]", "inf: off")] = 1.0
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
-
-
 class RouterLossConfig(ConfigGroup):
     """Routers of networks with experts: what keeps experts evenly used.
 
@@ -233,6 +214,24 @@ class TrainerConfig(ConfigGroup):
             stop_condition(self.stop_when)
         except ValueError as error:
             yield "stop_when", str(error)
+
+
+def network_rules(
+    model: ModelConfig, lora: LoraConfig, router: RouterLossConfig, trainer: TrainerConfig
+) -> Problems:
+    """Yields settings of the trained network that contradict each other, by path in the config."""
+    if router.bias_rate and lora.rank:
+        message = f"{router.bias_rate} moves weights that lora.rank={lora.rank} freezes"
+        yield "router.bias_rate", f"{message}; set one of them to 0"
+    numbers = model.param_dtype, lora.rank, router.bias_rate
+    for name, message in trainer.optimizer.network_rules(*numbers):
+        yield f"trainer.optimizer.{name}", message
+
+
+def critic_rules(model: ModelConfig, router: RouterLossConfig, critic: CriticConfig) -> Problems:
+    """As `network_rules`, of the critic, all of whose weights are trained."""
+    for name, message in critic.optimizer.network_rules(model.param_dtype, 0, router.bias_rate):
+        yield f"critic.optimizer.{name}", message
 
 
 class RLTrainerConfig(TrainerConfig):

@@ -7,9 +7,15 @@ from typing import Any
 GROUP_ADVANTAGES = (
     "grpo", "grpo_passk", "grpo_turns", "maxrl", "lite_ppo", "batch_std", "gdpo", "rloo",
     "reinforce_plus_plus_baseline", "opo", "gpg", "optimal_token_baseline",
-    "tir_optimal_token_baseline",
+    "tir_optimal_token_baseline", "online_dpo", "xpo", "nash_md",
 )  # fmt: skip
 ADVANTAGES = ("gae", *GROUP_ADVANTAGES, "remax", "reinforce_plus_plus")
+# Settings of advantages of pairs, and those that read them.
+PREFERENCE_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "dpo_beta": ("online_dpo", "xpo"),
+    "exploration_coef": ("xpo",),
+    "mixture_coef": ("nash_md",),
+}
 POLICY_LOSSES = (
     "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl", "dro",
     "cispo", "vespo", "m2po", "reinforce",
@@ -48,6 +54,7 @@ def rejection_parts(option: str) -> tuple[str, str]:
 
 _SEQ_MEAN = dict(aggregation="seq-mean-token-mean")
 _KL_IN_REWARD = dict(kl_in="reward", kl_estimator="k1", kl_coef=0.001)
+_PAIRS = dict(policy_loss="reinforce", aggregation="seq-mean-token-sum")
 _PPO = dict(_KL_IN_REWARD, advantage="gae", samples_per_prompt=1)
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     # Schulman et al., arXiv:1707.06347; KL in the reward as in arXiv:2203.02155.
@@ -122,6 +129,12 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     ),
     # Shrivastava et al., arXiv:2605.24517.
     "echo": dict(_SEQ_MEAN, advantage="grpo", observation_coef=0.05),
+    # Guo et al., arXiv:2402.04792; on one update a step its gradient is DPO's.
+    "online_dpo": dict(_PAIRS, advantage="online_dpo", samples_per_prompt=2),
+    # Xie et al., arXiv:2405.21046.
+    "xpo": dict(_PAIRS, advantage="xpo"),
+    # Munos et al., arXiv:2312.00886.
+    "nash_md": dict(_PAIRS, advantage="nash_md", kl_in="loss", kl_estimator="k1+", kl_coef=0.1),
     # Chu et al., arXiv:2504.02546.
     "gpg": dict(advantage="gpg", policy_loss="gpg"),
     # Dai et al., arXiv:2310.12773.

@@ -477,16 +477,24 @@ class DistillationConfig(ConfigGroup):
 
     teachers: Mapping[str, TeacherConfig] = dataclasses.field(default_factory=dict)
     # The divergence from the teacher: reverse KL as advantage of each token, the estimate k3 of
-    # sampled tokens as a loss, or forward KL over the teacher's likeliest tokens as a loss.
-    loss: Literal["reverse_kl", "k3", "forward_kl"] = "reverse_kl"
+    # sampled tokens as a loss, or forward KL or the generalized Jensen-Shannon divergence over the
+    # teacher's likeliest tokens as a loss.
+    loss: Literal["reverse_kl", "k3", "forward_kl", "jsd"] = "reverse_kl"
     coef: Coefficient = 1.0
-    # Tokens of "forward_kl" that the teacher lists; all others are one bucket.
+    # The teacher's part in the mixture of "jsd"; near 0 it is like forward KL, near 1 reverse KL.
+    jsd_beta: Annotated[float, Range("(0, 1)")] = 0.5
+    # Tokens of "forward_kl" and "jsd" that the teacher lists; all others are one bucket.
     top_k: Annotated[int, Range("[1, 1024]")] = 32
 
     @property
     def num_listed(self) -> int:
         """Tokens of which a teacher tells the log-probs, in place of each token."""
-        return self.top_k if self.loss == "forward_kl" else 1
+        return self.top_k if self.compares_lists else 1
+
+    @property
+    def compares_lists(self) -> bool:
+        """Whether the loss is over the teacher's likeliest tokens, not the sampled one."""
+        return self.loss in ("forward_kl", "jsd")
 
     @property
     def data_sources(self) -> frozenset[str]:

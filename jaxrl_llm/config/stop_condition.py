@@ -37,10 +37,10 @@ METRIC_NAMES = tuple("""
     critic/score/SOURCE/mean critic/score/max critic/score/mean critic/score/min
     critic/score/spread critic/values/max critic/values/mean critic/values/min
     critic/vf_explained_var curriculum/answered curriculum/solved curriculum/unsolved
-    distillation/forward_kl distillation/k3 distillation/reverse_kl distillation/student_mass
-    distillation/teacher_log_prob distillation/teacher_mass dpo/baseline dpo/loss
-    global_seqlen/balanced_max
-    global_seqlen/balanced_min global_seqlen/max global_seqlen/mean global_seqlen/min
+    distillation/forward_kl distillation/jsd distillation/k3 distillation/reverse_kl
+    distillation/student_mass distillation/teacher_log_prob distillation/teacher_mass dpo/baseline
+    dpo/loss global_seqlen/balanced_max global_seqlen/balanced_min
+    global_seqlen/max global_seqlen/mean global_seqlen/min
     global_seqlen/minmax_diff judge/NAME/disagreement judge/NAME/unparsable_share
     logps/chosen logps/rejected num_turns/max num_turns/mean
     num_turns/min perf/cpu_memory_used_gb perf/idle_share/learner perf/idle_share/rollout

@@ -6,6 +6,7 @@ Settings without any effect are warned of where the job is (`config/job.py`).
 
 from collections.abc import Iterator, Mapping
 
+from jaxrl_llm.config import recipes
 from jaxrl_llm.config.algorithm import AlgorithmConfig, PreferenceLossConfig
 from jaxrl_llm.config.learner import LoraConfig, ModelConfig, ReferenceConfig, TrainerConfig
 from jaxrl_llm.config.rollout_data import RewardsConfig, RolloutConfig
@@ -59,6 +60,11 @@ def algorithm_warnings(algorithm: AlgorithmConfig, max_response_tokens: int) -> 
         )
     if algorithm.kl_unbiased and algorithm.kl_in != "loss":
         yield f"config.algorithm.kl_unbiased: no effect, kl_in is {algorithm.kl_in!r}"
+    default = AlgorithmConfig()
+    for name, readers in recipes.PREFERENCE_SETTINGS.items():
+        known = algorithm.advantage in recipes.ADVANTAGES and algorithm.advantage not in readers
+        if known and getattr(algorithm, name) != getattr(default, name):
+            yield f"config.algorithm.{name}: no effect, advantage is {algorithm.advantage!r}"
     if algorithm.dynamic_sampling_term and not algorithm.dynamic_sampling:
         yield "config.algorithm.dynamic_sampling_term: no effect, dynamic_sampling is off"
     if algorithm.kl_in == "reward" and algorithm.advantage == "gdpo":

@@ -15,7 +15,11 @@ from jaxrl_llm.algorithms.aggregation import (
     aggregate,
     token_mean,
 )
-from jaxrl_llm.algorithms.distillation import forward_kl, reverse_kl_rewards
+from jaxrl_llm.algorithms.distillation import (
+    forward_kl,
+    jensen_shannon,
+    reverse_kl_rewards,
+)
 from jaxrl_llm.algorithms.kl import estimated_kl
 from jaxrl_llm.algorithms.masked import zero_outside
 from jaxrl_llm.config import ConfigError, RLConfig
@@ -86,7 +90,7 @@ def scoring_program(config: RLConfig, models: Models, teacher: TeacherModel) -> 
 
         def score(microbatch: Microbatch):
             outputs = forward.run(params, microbatch)
-            if settings.loss == "forward_kl":
+            if settings.compares_lists:
                 return (), outputs.token_top_k(settings.top_k, limit=shared_vocab, **head_settings)
             statistics = outputs.token_statistics(entropy="none", **head_settings)
             return (), (outputs.tokens[..., None], statistics.log_probs[..., None])
@@ -145,7 +149,7 @@ class MaskedTeacherLogProbs(NamedTuple):
     """A teacher's log-probs of the sampled tokens of sequences."""
 
     mask: Bool[Array, "B T"]  # the teacher has read this token, which bears loss
-    log_probs: Float[Array, "B T"]  # of the token; with "forward_kl" of the teacher's likeliest
+    log_probs: Float[Array, "B T"]  # of the token; of lists the teacher's likeliest
 
     @classmethod
     def from_packed(cls, packed: PackedBatch, batch: Minibatch) -> "MaskedTeacherLogProbs":
@@ -181,15 +185,21 @@ def top_k_divergence(
     config: RLConfig, microbatch: Microbatch, statistics: TokenStatistics
 ) -> dict[str, Float[Array, "R W"]]:
     """The divergence and probability masses over a teacher's top k tokens, by metric name."""
-    if config.distillation.loss != "forward_kl":
+    settings = config.distillation
+    if not settings.compares_lists:
         return {}
     is_taught = microbatch.teacher_tokens[..., 0] >= 0
     teacher, student = (
         jnp.where(is_taught[..., None], x, 0.0)
         for x in (microbatch.teacher_log_probs, statistics.listed_log_probs)
     )
+    divergence = (
+        jensen_shannon(teacher, student, settings.jsd_beta)
+        if settings.loss == "jsd"
+        else forward_kl(teacher, student)
+    )
     return {
-        "forward_kl": jnp.where(is_taught, forward_kl(teacher, student), 0.0),
+        settings.loss: jnp.where(is_taught, divergence, 0.0),
         "teacher_mass": jnp.exp(teacher).sum(-1),
         "student_mass": -jnp.expm1(student[..., -1]),
     }
@@ -215,8 +225,8 @@ def distillation_loss(
         for name, x in top_k_terms.items()
     }
     loss: Any = jnp.zeros(())
-    if settings.loss == "forward_kl":
-        loss = aggregate(config.algorithm, top_k_terms["forward_kl"], mask, denominators)
+    if settings.compares_lists:
+        loss = aggregate(config.algorithm, top_k_terms[settings.loss], mask, denominators)
     else:
         student, teacher = zero_outside(mask, log_probs, lesson.log_probs)
         metrics["distillation/teacher_log_prob"] = token_mean(teacher, mask, teacher_denominators)

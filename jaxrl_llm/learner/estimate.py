@@ -138,6 +138,7 @@ def _estimate(config: RLConfig, kl_coef, log_multiplier, predictions: Prediction
         "values": predictions.values,
         "response_mask": mask,  # what a rejected token earned still counts
         "old_log_probs": old,
+        "ref_log_probs": reference,
         "sum_squared_probs": predictions.sum_squared_probs,
         "correction_weights": weights,
         "group_ids": arrays["group_ids"],

@@ -1,16 +1,28 @@
-"""AdamW and its learning rate schedule, with optax; updates that are not finite are skipped."""
+"""The optimizers of jobs and their learning rates; updates that are not finite are skipped.
+
+Each parameter has moments of its own kind, so a state has the structure of the parameters with
+what a parameter needs in place of each: two moments, a momentum only (Muon), moments in 8 bits.
+"""
 
 import dataclasses
-import math
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm.config import OptimizerConfig
-from jaxrl_llm.learner import router_replay
+from jaxrl_llm.config import ConfigError, OptimizerConfig
+from jaxrl_llm.config.optimizer import unmatched_rates
+from jaxrl_llm.learner import (
+    block_quantization,
+    layer_loop,
+    muon,
+    router_replay,
+    schedule_free,
+)
 from jaxrl_llm.models import finite
 
 Tree = Any
@@ -41,23 +53,25 @@ def learning_rate_schedule(config: OptimizerConfig, num_updates: int) -> optax.S
 def make_optimizer(
     config: OptimizerConfig, num_updates: int, tower_rate: float = 0.0
 ) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW (arXiv:1711.05101), for float32 gradients.
+    """Clipping by global norm, then the optimizer of the config, for float32 gradients.
 
-    The branch `vision` of the parameters is trained at `tower_rate` instead of
-    `learning_rate_schedule`; the optimizer state does not depend on it.
+    AdamW is arXiv:1711.05101, Muon `muon.muon_direction`, schedule-free AdamW `schedule_free.py`.
+    Weight decay is decoupled. The branch `vision` of the parameters is trained at `tower_rate`
+    instead of `learning_rate_schedule`; the optimizer state does not depend on it.
 
-    `moment_dtype` is the dtype of the first moment. The second is float32: the 8 bits of a bfloat16
-    lose steps of 1 - beta2 = 0.001.
+    `moment_dtype` "bfloat16" is the dtype of the first moment. The second is float32: the 8 bits of
+    a bfloat16 lose steps of 1 - beta2 = 0.001.
     """
-    decay_mask = None if config.weight_decay_on == "all" else _decay_mask
-    chain = optax.chain(
-        optax.clip_by_global_norm(config.max_grad_norm),
-        optax.chain(
-            _scale_by_adam(config),
-            optax.add_decayed_weights(config.weight_decay, decay_mask),
-            _scale_by_learning_rates(config, num_updates, tower_rate),
-        ),
+    decay = optax.add_decayed_weights(
+        config.weight_decay, None if config.weight_decay_on == "all" else _decay_mask
     )
+    scaled = functools.partial(_times_learning_rates, config, num_updates, tower_rate)
+    if config.name == "schedule_free":
+        rate = learning_rate_schedule(config, num_updates)
+        last = schedule_free.schedule_free_adamw(config, decay, scaled, rate)
+    else:
+        last = optax.chain(_scale_by_moments(config), decay, _scale_by_learning_rates(scaled))
+    chain = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), last)
 
     def init(params: Tree) -> Tree:
         # Moments take the dtype of these parameters.
@@ -66,55 +80,206 @@ def make_optimizer(
     return optax.GradientTransformation(init, chain.update)
 
 
-def _scale_by_learning_rates(
-    config: OptimizerConfig, num_updates: int, tower_rate: float
-) -> optax.GradientTransformation:
-    """`optax.scale_by_learning_rate`, with a rate of its own for the branch `vision`."""
+def gradient_point(config: OptimizerConfig, params: Tree, opt_state: Tree) -> Tree:
+    """The weights at which an update's gradient is to be taken: the parameters, or near them."""
+    if config.name != "schedule_free":
+        return params
+    return schedule_free.gradient_point(config.beta1, params, opt_state[1])
+
+
+def _times_learning_rates(
+    config: OptimizerConfig, num_updates: int, tower_rate: float, updates: Tree, count: Array
+) -> Tree:
+    """Updates times minus the learning rate that each parameter has in update `count`, from 0."""
     tower_config = dataclasses.replace(config, learning_rate=tower_rate)
-    rest, tower = (
-        optax.scale_by_learning_rate(learning_rate_schedule(group, num_updates))
-        for group in (config, tower_config)
+    rate, tower = (
+        -learning_rate_schedule(group, num_updates)(count) for group in (config, tower_config)
     )
+    factors = config.rate_factors
+
+    def scaled_update(path: tuple[Any, ...], update: Array) -> Array:
+        name = parameter_name(path)
+        factor = next((f for pattern, f in factors if pattern.search(name)), 1.0)
+        own_rate = tower if path[0].key == "vision" else rate
+        return jnp.asarray(own_rate * factor, update.dtype) * update
+
+    return jax.tree_util.tree_map_with_path(scaled_update, updates)
+
+
+def parameter_name(path: tuple[Any, ...]) -> str:
+    """The path of a parameter as `optimizer.rates` reads it, "layers/0/mlp/up/kernel"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def check_rates(config: OptimizerConfig, params: Tree, where: str) -> None:
+    """Raises ConfigError if an entry of `optimizer.rates` is for none of the parameters.
+
+    `where` is the optimizer's place in the config; `params` may be abstract.
+    """
+    names = [parameter_name(path) for path, _ in jax.tree.leaves_with_path(params)]
+    for text in unmatched_rates(config, names):
+        raise ConfigError(
+            f"config.{where}.rates: {text!r} is found in the path of no parameter that is trained;"
+            f" paths are, for example, {names[0]!r} and {names[-1]!r}"
+        )
+
+
+def _scale_by_learning_rates(scaled: Callable[[Tree, Array], Tree]) -> optax.GradientTransformation:
+    """`optax.scale_by_learning_rate`, with rates by parameter."""
 
     def update(updates: Tree, state: optax.ScaleByScheduleState, params: Tree = None):
-        scaled_updates, next_state = rest.update(updates, state, params)
-        if "vision" in updates:
-            tower_updates, _ = tower.update({"vision": updates["vision"]}, state)
-            scaled_updates = {**scaled_updates, **tower_updates}
-        return scaled_updates, next_state
+        del params
+        next_count = optax.safe_increment(state.count)
+        return scaled(updates, state.count), optax.ScaleByScheduleState(next_count)
 
-    return optax.GradientTransformation(rest.init, update)
+    init = optax.scale_by_schedule(lambda count: count).init
+    return optax.GradientTransformation(init, update)
 
 
-def _scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformation:
-    """`optax.scale_by_adam` with a bias correction that keeps the digits of float32.
+class _LeafUpdate(NamedTuple):
+    """A gradient, or an update, of one parameter with its moments."""
+
+    update: Any
+    first: Any
+    second: Any
+
+
+def _scale_by_moments(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Updates in the size of AdamW's, and moments of each parameter's kind.
 
         m / (1 - beta1**n) / (sqrt(v / (1 - beta2**n)) + eps)     arXiv:1412.6980, Algorithm 1
 
-    Deviation: optax subtracts `beta**n` from 1 in float32, where 1 - 0.999 has four digits fewer.
+    The bias correction keeps the digits of float32. Deviation: optax subtracts `beta**n` from 1 in
+    float32, where 1 - 0.999 has four digits fewer.
     """
     beta1, beta2 = config.beta1, config.beta2
 
-    def bias_corrected(moment: Tree, beta: float, count: Array) -> Tree:
-        logarithm = math.log(beta) if beta else -math.inf
-        correction = -jnp.expm1(count.astype(jnp.float32) * logarithm)
-        return jax.tree.map(lambda m: m / correction.astype(m.dtype), moment)
+    def init(params: Tree) -> optax.ScaleByAdamState:
+        first, second = (
+            jax.tree_util.tree_map_with_path(functools.partial(zeros, config), params)
+            for zeros in (_first_moment, _second_moment)
+        )
+        return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), first, second)
+
+    def muon_update(path, count: Array, inputs: _LeafUpdate, layers: Array) -> _LeafUpdate:
+        gradient, first, second = inputs
+        beta = config.muon_beta
+        first = optax.tree.update_moment(gradient, _float_moment(first), beta, 1)
+        corrections = (
+            schedule_free.bias_correction(beta, count),
+            schedule_free.bias_correction(beta, count + 1),
+        )
+        update = muon.muon_direction(gradient, first, beta, corrections)
+        return _LeafUpdate(update, _stored_first(config, path, first), second)
+
+    def adam_update(path, count: Array, inputs: _LeafUpdate, layers: Array) -> _LeafUpdate:
+        gradient, first, second = inputs
+        first = optax.tree.update_moment(gradient, _float_moment(first), beta1, 1)
+        second = optax.tree.update_moment_per_elem_norm(gradient, _float_moment(second), beta2, 2)
+        corrected = first / schedule_free.bias_correction(beta1, count).astype(first.dtype)
+        root = jnp.sqrt(second / schedule_free.bias_correction(beta2, count))
+        update = corrected / (root + config.eps)
+        first = _stored_first(config, path, first)
+        return _LeafUpdate(update, first, _stored_second(config, path, second, count, layers))
 
     def update(gradients: Tree, state: optax.ScaleByAdamState, params: Tree = None):
         del params
-        first = optax.tree.update_moment(gradients, state.mu, beta1, 1)
-        second = optax.tree.update_moment_per_elem_norm(gradients, state.nu, beta2, 2)
         count = optax.safe_increment(state.count)
-        updates = jax.tree.map(
-            lambda m, v: m / (jnp.sqrt(v) + config.eps),
-            bias_corrected(first, beta1, count),
-            bias_corrected(second, beta2, count),
+
+        def leaf_update(path, gradient: Array, first: Any, second: Any) -> _LeafUpdate:
+            has_muon, inputs = _has_muon(config, path), _LeafUpdate(gradient, first, second)
+            scale = functools.partial(muon_update if has_muon else adam_update, path, count)
+            loops = has_muon or _block_size(config, path, gradient.shape)
+            if loops and layer_loop.is_stacked(path):
+                return layer_loop.map_layers(scale, inputs)
+            return scale(inputs, jnp.int32(0))
+
+        results = jax.tree_util.tree_map_with_path(leaf_update, gradients, state.mu, state.nu)
+        updates, first, second = (
+            jax.tree.map(lambda r, n=name: getattr(r, n), results, is_leaf=_is_leaf_update)
+            for name in _LeafUpdate._fields
         )
-        first = optax.tree.cast(first, config.moment_dtype)
         return updates, optax.ScaleByAdamState(count, first, second)
 
-    init = optax.scale_by_adam(mu_dtype=config.moment_dtype).init
     return optax.GradientTransformation(init, update)
+
+
+def _is_leaf_update(node: Any) -> bool:
+    return isinstance(node, _LeafUpdate)
+
+
+def _has_muon(config: OptimizerConfig, path: tuple[Any, ...]) -> bool:
+    return config.name == "muon" and muon.is_muon_matrix(path)
+
+
+def _block_size(config: OptimizerConfig, path: tuple[Any, ...], shape: tuple[int, ...]) -> int:
+    """Numbers of a block of 8-bit moments; 0: the parameter's moments are wider."""
+    return block_quantization.block_size(shape, path) if config.moment_dtype == "int8" else 0
+
+
+def _first_moment(config: OptimizerConfig, path: tuple[Any, ...], param: Array) -> Any:
+    if size := _block_size(config, path, param.shape):
+        return block_quantization.zeros(param.shape, size, is_signed=True)
+    return jnp.zeros(param.shape, _first_dtype(config))
+
+
+def _second_moment(config: OptimizerConfig, path: tuple[Any, ...], param: Array) -> Any:
+    if _has_muon(config, path):
+        return optax.MaskedNode()
+    if size := _block_size(config, path, param.shape):
+        return block_quantization.zeros(param.shape, size, is_signed=False)
+    return jnp.zeros(param.shape, jnp.float32)
+
+
+def _first_dtype(config: OptimizerConfig) -> str:
+    """Of first moments that are not in blocks."""
+    return "float32" if config.moment_dtype == "int8" else config.moment_dtype
+
+
+def _float_moment(moment: Any) -> Array:
+    if isinstance(moment, block_quantization.QuantizedMoment):
+        return block_quantization.dequantize(moment)
+    return moment
+
+
+def _stored_first(config: OptimizerConfig, path: tuple[Any, ...], moment: Array) -> Any:
+    if size := _block_size(config, path, moment.shape):
+        return block_quantization.quantize_signed(moment, size)
+    return moment.astype(_first_dtype(config))
+
+
+def _stored_second(
+    config: OptimizerConfig, path: tuple[Any, ...], moment: Array, count: Array, layers: Array
+) -> Any:
+    if size := _block_size(config, path, moment.shape):
+        bits = block_quantization.rounding_bits(path, count, layers, moment.shape)
+        return block_quantization.quantize_positive(moment, size, bits)
+    return moment
+
+
+def state_bytes(config: OptimizerConfig, path: tuple[Any, ...], shape: tuple[int, ...]) -> float:
+    """Bytes of the optimizer state for each number of a parameter of this whole shape."""
+    if size := _block_size(config, path, shape):
+        first = second = 1.0 + 4.0 / size
+    else:
+        first, second = float(jnp.dtype(_first_dtype(config)).itemsize), 4.0
+    return first if _has_muon(config, path) else first + second
+
+
+def loop_bytes(config: OptimizerConfig, path: tuple[Any, ...], shape: tuple[int, ...]) -> float:
+    """Bytes for each number of a parameter that its layer loop writes before they are used.
+
+    That is the update, and a momentum that is not in 8 bits, whose old one is still there.
+    """
+    has_muon, size = _has_muon(config, path), _block_size(config, path, shape)
+    if not (has_muon or size) or not layer_loop.is_stacked(path):
+        return 0.0
+    return 4.0 + (0.0 if size else jnp.dtype(_first_dtype(config)).itemsize)
+
+
+def is_moment(node: Any) -> bool:
+    """Whether a node of an optimizer state is all that one parameter has of a moment."""
+    return isinstance(node, (block_quantization.QuantizedMoment, optax.MaskedNode))
 
 
 def _decay_mask(params: Tree) -> Tree:
@@ -131,8 +296,10 @@ def may_overflow(config: OptimizerConfig, num_updates: int, tower_rate: float = 
     `learning_rate * max_grad_norm / eps`; decay by no more than the weight itself shrinks it. All
     updates together below 1e30 are less than the rounding error of the largest float32.
     """
-    rate = max(config.learning_rate, tower_rate)
-    max_update = 2.0 * rate * config.max_grad_norm / config.eps
+    factors = [factor for _, factor in config.rate_factors]
+    rate = max(config.learning_rate, tower_rate) * max([1.0, *factors])
+    # Muon's updates are as large as its matrices are wide.
+    max_update = 2.0 * rate * max(config.max_grad_norm / config.eps, 1e6)
     return (
         rate * config.weight_decay > 1.0
         or config.max_grad_norm > 1e15

@@ -1,4 +1,4 @@
-"""The optimizer updates of a step: gradients over microbatches, then AdamW.
+"""The optimizer updates of a step: gradients over microbatches, then the optimizer.
 
 The loss of a minibatch is a sum with fixed denominators: how it is cut into microbatches, packed
 into rows and split over devices does not change the gradient.
@@ -69,8 +69,9 @@ def optimizer_step(
       merge_params: Adds the frozen parameters to the trained ones.
     """
 
+    point = optimizer.gradient_point(config, role.params, role.opt_state)
     (loss_value, metrics), gradients = gradients_lib.loss_and_gradients(
-        forward, merge_params, role.params, packed, loss, compute_dtype
+        forward, merge_params, point, packed, loss, compute_dtype
     )
     is_allowed = jnp.isfinite(loss_value) & ~(metrics.get("actor/ppo_kl", jnp.zeros(())) > max_kl)
     tower_rate = 0.0 if forward.vision_encoder is None else forward.vision_encoder.learning_rate
@@ -282,7 +283,7 @@ def make_updater(
         "chunk": config.model.vocab_chunk,
     }
     distills = bool(config.distillation.teachers)
-    uses_top_k = distills and config.distillation.loss == "forward_kl"
+    uses_top_k = distills and config.distillation.compares_lists
     on_policy, scores = is_on_policy(config), scores_policy(config)
     entropy: heads.EntropyMode = "none" if scores else "value"
     if algorithm.entropy_coef:

@@ -1,6 +1,7 @@
 """The weights of a job: which are trained, which stay frozen, and their initial values."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.algorithms import requirements
@@ -87,12 +88,34 @@ def abstract_opt_state(
     abstract_state = jax.eval_shape(transformation.init, params)
     shardings = optax.tree_map_params(
         transformation,
-        lambda _, param: param.sharding,
+        lambda moment, param: jax.tree.map(lambda a: _state_sharding(a, param), moment),
         abstract_state,
         params,
         transform_non_params=lambda _: mesh_lib.replicated(mesh),
+        is_leaf=optimizer.is_moment,
     )
     return _with_shardings(abstract_state, shardings)
+
+
+def _state_sharding(array: Any, param: Any) -> NamedSharding:
+    """The sharding of a parameter for an array of its state; dims that do not divide are whole.
+
+    Scales of 8-bit moments have the parameter's dims, the last in blocks.
+    """
+    sharding = param.sharding
+    if array.shape == param.shape:
+        return sharding
+    spec = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
+    sizes = [math.prod(sharding.mesh.shape[a] for a in _axes(part)) for part in spec]
+    parts = (
+        None if dim % size else part
+        for dim, size, part in zip(array.shape, sizes, spec, strict=True)
+    )
+    return NamedSharding(sharding.mesh, PartitionSpec(*parts))
+
+
+def _axes(part: Any) -> tuple[str, ...]:
+    return part if isinstance(part, tuple) else (part,) if part else ()
 
 
 def _with_shardings(shapes: Any, shardings: Any) -> Any:
@@ -307,3 +330,22 @@ def check_folders(config: JobConfig, models: Models, others: Sequence[tuple[str,
             checkpoint.check(path, net)
             for mesh in set(models.meshes.values()):
                 job_models.check_heads(config, mesh, net.shape)
+
+
+def check_rates(config: JobConfig, models: Models) -> None:
+    """Raises ConfigError if learning rates of parameters are for parameters that no role trains."""
+    trained = models.value if config.trained_head == "scalar" else models.policy
+    params = abstract_trained(trained, models.mesh)
+    optimizer.check_rates(config.trainer.optimizer, params, "trainer.optimizer")
+    if not config.learns_from_samples:
+        return
+    as_rl, scores = config.require_rl(), models.value.abstract_params()
+    if requirements.requirements(as_rl.algorithm).critic:
+        optimizer.check_rates(as_rl.critic.optimizer, scores, "critic.optimizer")
+    whole = models.policy.abstract_params()
+    for name, stage, params in (
+        ("warm_start", as_rl.warm_start, whole),
+        ("preference", as_rl.preference, scores),
+    ):
+        if stage.num_steps:
+            optimizer.check_rates(stage.optimizer, params, f"{name}.optimizer")

@@ -58,6 +58,8 @@ def _compiler(setting: RunSetting) -> _Compiler:
     return _COMPILERS["one cpu" if is_single_cpu else setting.backend]
 
 
+_HEADS: Mapping[str, Head] = {"policy": "lm", "critic": "scalar"}
+
 # Per query and key of a block that an indexer compares: the score and the sorted numbers and
 # indices of top-k, 4 bytes each, and the mask.
 _SELECTION_BYTES = 13.0
@@ -310,7 +312,8 @@ def _train(setting: RunSetting, roles: Sequence[str]) -> MemoryParts:
     at_optimizer = MemoryParts(
         gradients=compiler.optimizer_gradients
         * (4.0 * learned if accumulates else microbatch_gradient),
-        temporary=idle_critic,
+        temporary=idle_critic
+        + max(setting.optimizer_bytes(_HEADS[r], in_loop=True) for r in roles),
     )
     phases = [at_head] * ("policy" in roles) + [*layers, at_optimizer]
     if "policy" in roles and setting.trains_vision_encoder():

@@ -287,11 +287,17 @@ def _candidate_changes(plan: MemoryPlan) -> Iterator[list[Changes]]:
     slots = plan.setting.num_slots
     yield [{"rollout.num_slots": size} for size in _halves(slots, 8) if size < slots]
 
-    moments = {"trainer.optimizer.moment_dtype": "bfloat16"}
+    optimizers = {"trainer.optimizer": config.trainer.optimizer}
     if requirements.requirements(config.algorithm).critic:
-        moments["critic.optimizer.moment_dtype"] = "bfloat16"
-    dtypes = [moments] if config.trainer.optimizer.moment_dtype == "float32" else []
-    if config.model.param_dtype == "float32":
+        optimizers["critic.optimizer"] = config.critic.optimizer
+    averages = any(each.name == "schedule_free" for each in optimizers.values())  # in float32
+    moments = {
+        f"{key}.moment_dtype": "bfloat16"
+        for key, each in optimizers.items()
+        if each.moment_dtype == "float32" and each.name != "schedule_free"
+    }
+    dtypes = [moments] if moments else []
+    if config.model.param_dtype == "float32" and not averages:
         dtypes.append({"model.param_dtype": "bfloat16", **moments})
     yield dtypes
 

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxrl_llm.algorithms import requirements
-from jaxrl_llm.config import RLConfig
+from jaxrl_llm.config import OptimizerConfig, RLConfig
 from jaxrl_llm.config.kv_cache_sizing import cache_pages, choose_slots
+from jaxrl_llm.learner import optimizer
 from jaxrl_llm.models import attention, flops, mixed_precision
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.layers import MatmulImpl
+from jaxrl_llm.models.layers import NO_ADAPTERS, MatmulImpl
 from jaxrl_llm.models.recurrent.sequence_memory import has_state, paged_layers, state_numbers
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.packing import row_layout as row_layout_lib
@@ -71,6 +72,23 @@ def _by_group(tree, names, items, network: Network, layout: str, mesh: tuple) ->
     return Counter(
         {group: sum(jax.tree.leaves(of)) for group, of in {**local_sizes, **stacks}.items()}
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _optimizer_bytes(
+    network: Network, mesh: tuple, adapters: bool, config: OptimizerConfig, in_loop: bool
+) -> Counter[str]:
+    """Bytes of the optimizer state of parameters, or adapters, by group as in `_param_counts`.
+
+    With `in_loop` those that the loops over layers of an update write.
+    """
+    item_bytes = optimizer.loop_bytes if in_loop else optimizer.state_bytes
+    tree = network.abstract_adapters() if adapters else network.abstract_params()
+    names = network.adapter_axes() if adapters else network.logical_axes()
+    items = jax.tree_util.tree_map_with_path(
+        lambda path, a: item_bytes(config, path, a.shape), tree
+    )
+    return _by_group(tree, names, items, network, "train", mesh)
 
 
 def num_layer_params(held: Counter[str]) -> int:
@@ -433,15 +451,22 @@ class RunSetting:
         config, critic = self.config, role == "critic"
         head: Head = "scalar" if critic else "lm"
         num_networks = requirements.requirements(config.algorithm).num_critics if critic else 1
-        optimizer = config.critic.optimizer if critic else config.trainer.optimizer
         learned, weights = self.num_trained(head), self.weight_bytes(head)
         if self.trains_adapters(head):
             weights += learned * 4  # adapters are float32
-        # The first moment has a dtype of its own, the second is float32.
-        moments = ITEM_BYTES[optimizer.moment_dtype] + 4
         return MemoryParts(
-            weights=num_networks * weights, optimizer=num_networks * learned * moments
+            weights=num_networks * weights, optimizer=num_networks * self.optimizer_bytes(head)
         )
+
+    def optimizer_bytes(self, head: Head, in_loop: bool = False) -> float:
+        """Bytes of the optimizer state of the policy, or of one critic; see `_optimizer_bytes`."""
+        config = self.config.critic.optimizer if head == "scalar" else self.config.trainer.optimizer
+        adapters, mesh = self.trains_adapters(head), tuple(self.mesh.items())
+        trains_tower = self.trains_vision_encoder(head)
+        shape = self.policy if trains_tower else self.network().shape
+        lora = self.config.lora if adapters else NO_ADAPTERS
+        network = Network(shape, head=head, lora=lora)
+        return 1.0 * _optimizer_bytes(network, mesh, adapters, config, in_loop).total()
 
     def resident_parts(self, role: str) -> MemoryParts:
         """Memory of a role on the device and on the host during the whole step."""

@@ -86,6 +86,7 @@ def validate_run(
     job_models.check_stop_tokens(config, models.policy.shape)
     policy_sampler_lib.check(config, models)
     planned_bytes = resolve_sizes.check_memory(config, mesh_lib.run_devices())
+    weights_lib.check_rates(config, models)
     weights_lib.check_folders(config, models, weights_lib.role_folders(config, models))
     distillation.check_teachers(config, models)
     for warning in requirements.warnings(config):

@@ -115,6 +115,7 @@ def _run_checks(config: SupervisedConfig) -> _CheckedJob:
     """Checks everything a job needs and reads its rows; allocates and writes nothing."""
     models = job_models.make_models(config)
     objective = _OBJECTIVES[config.job](config, models)
+    weights_lib.check_rates(config, models)
     weights_lib.check_folders(config, models, [(config.reference_folder or "", models.policy)])
     rows = objective.rows("train")
     _check_longest(config, rows)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.distillation import forward_kl, reverse_kl_rewards
+from jaxrl_llm.algorithms.distillation import forward_kl, jensen_shannon, reverse_kl_rewards
 
 V = 12
 
@@ -42,3 +42,39 @@ def test_divergences_by_hand():
     np.testing.assert_allclose(forward_kl(teacher, policy), 0.25 * np.log(2), rtol=1e-6)
     ours, theirs = jnp.array([-1.0, -1.0, -90.0]), jnp.array([-1.5, -60.0, -1.0])
     np.testing.assert_allclose(reverse_kl_rewards(theirs, ours), [-0.5, -20.0, 20.0])
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_jensen_shannon_is_that_of_its_definition(beta):
+    """Values and gradients over all tokens; with fewer listed it is less, but never negative."""
+    teacher, policy = distributions()
+
+    def exact(policy):
+        p, q = jnp.exp(teacher), jnp.exp(policy)
+        m = beta * p + (1 - beta) * q
+        kl = lambda a, b: jnp.sum(a * jnp.log(a / b), -1)  # noqa: E731
+        return beta * kl(p, m) + (1 - beta) * kl(q, m)
+
+    tokens = jax.lax.top_k(teacher, V)[1]
+    listed = jnp.take_along_axis(teacher, tokens, -1)
+    ours = lambda policy: jensen_shannon(listed, bucketed(policy, tokens), beta)  # noqa: E731
+    np.testing.assert_allclose(ours(policy), exact(policy), atol=2e-5)
+    logits = jax.random.normal(jax.random.key(1), policy.shape)
+    gradients = [
+        jax.grad(lambda x, f=f: f(jax.nn.log_softmax(x)).sum())(logits) for f in (ours, exact)
+    ]
+    np.testing.assert_allclose(*gradients, atol=2e-5)
+    few = jensen_shannon(listed[:, :3], bucketed(policy, tokens[:, :3]), beta)
+    assert (few >= 0).all() and (few <= exact(policy) + 1e-6).all()
+
+
+# `GKDTrainer.generalized_jsd_loss` of TRL 1.16 on `distributions()`, with reduction="sum".
+OF_TRL = {0.1: 0.4528127610683441, 0.5: 1.1454271078109741, 0.9: 0.4780406355857849}
+
+
+@pytest.mark.parametrize("beta", OF_TRL)
+def test_jensen_shannon_is_that_of_trl(beta):
+    teacher, policy = distributions()
+    best, tokens = jax.lax.top_k(teacher, V)
+    found = jensen_shannon(best, bucketed(policy, tokens), beta).sum()
+    assert float(found) == pytest.approx(OF_TRL[beta], rel=1e-5)

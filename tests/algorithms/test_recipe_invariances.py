@@ -156,6 +156,7 @@ def estimates(config, batch):
             group_ids=batch.group_ids,
             baselines=batch.baselines,
             old_log_probs=batch.old_log_probs,
+            ref_log_probs=batch.ref_log_probs,
             sum_squared_probs=batch.sum_squared_probs,
             correction_weights=weights,
             term_rewards=batch.term_rewards,

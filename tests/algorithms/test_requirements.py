@@ -27,6 +27,7 @@ def found(**settings):
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_requirements_of_every_advantage(name):
     has = {"gae": {"critic"}, "remax": {"greedy_baseline"}}
+    has |= {name: {"old_log_probs", "reference"} for name in ("online_dpo", "xpo", "nash_md")}
     has |= {token_baseline: {"old_log_probs"} for token_baseline in TOKEN_BASELINES}
     assert found(advantage=name) == has.get(name, set())
 

@@ -106,6 +106,7 @@ HARNESS = {"agent.harness": "agent.py:solve"}
 SPEAKERS = HARNESS | {"algorithm.recipe": "grpo"}
 WORLD = {"agent.environments": {"NAME": {"environment": "games:Game", "address": "here"}}}
 TAUGHT = {"distillation.teachers": {"NAME": {"path": "nowhere"}}}
+TAUGHT_JSD = TAUGHT | {"distillation.loss": "jsd"}
 TAUGHT_KL = TAUGHT | {"distillation.loss": "forward_kl"}
 LAYOUTS = ("5 mesh.tensor=2",)
 ASYNC = {"trainer.sampling": "async"}
@@ -114,6 +115,7 @@ REPLAY = ASYNC | {"trainer.schedule": "replay", "trainer.schedule_file": "one.js
 GROUPS = {"algorithm.recipe": "grpo"}
 DYNAMIC = GROUPS | {"algorithm.dynamic_sampling": True}
 TERM = DYNAMIC | {"rewards.functions": {"b": {"function": "arithmetic"}}}
+XPO = {"algorithm.advantage": "xpo"}
 KL_LOSS = {"algorithm.kl_in": "loss"}
 CPO = {"dpo.loss": "cpo"}
 OVERLONG = {"algorithm.overlong_buffer_tokens": 12}
@@ -130,6 +132,7 @@ SUMS = {"algorithm.aggregation": "seq-mean-token-sum-norm"}
 ROUTED = {"router.replay": "rollout"}
 RATE = {f"{path}.learning_rate": 0.1 for path in probe.OPTIMIZERS}
 DECAY = RATE | {f"{path}.schedule": "linear" for path in probe.OPTIMIZERS}
+MUON = RATE | {f"{path}.name": "muon" for path in probe.OPTIMIZERS}
 WEIGHT_DECAY = RATE | {f"{path}.weight_decay": 0.5 for path in probe.OPTIMIZERS}
 
 
@@ -288,6 +291,8 @@ sessions SPEAKERS: agent.roles=('a','b')
 estimates: algorithm.advantage=rloo algorithm.gamma algorithm.gae_lambda algorithm.kl_in=none
     algorithm.kl_estimator=k3 algorithm.kl_coef=0.1 algorithm.kl_controller algorithm.mask_truncated
 estimates GROUPS: algorithm.group_std algorithm.mask_uniform_groups algorithm.entropy_share
+estimates XPO: algorithm.dpo_beta=0.7 algorithm.exploration_coef=0.5
+opponents: algorithm.mixture_coef=0.1
 estimates ADAPTIVE: algorithm.kl_target=900.0 algorithm.kl_horizon=7
 estimates CORRECTED: algorithm.correction=sequence algorithm.correction_mode
     algorithm.correction_high=1.1 algorithm.correction_normalize
@@ -304,11 +309,14 @@ policy_loss KL_LOSS: algorithm.kl_unbiased
 value_loss: algorithm.value_clip=0.1
 lessons TAUGHT: distillation.teachers.NAME.data_source
 lessons TAUGHT_KL: distillation.top_k=3
+top_k_losses TAUGHT_JSD: distillation.jsd_beta=0.9
 distilled TAUGHT: distillation.loss=k3 distillation.coef=3.0
 updates: trainer.minibatch_size=4 trainer.epochs algorithm.critic_warmup_steps=1
 optimizers RATE: *optimizer.*
 optimizers RATE: *optimizer.warmup_steps=2 *optimizer.max_grad_norm=0.1
 optimizers DECAY: *optimizer.min_lr_ratio
+optimizers RATE: *optimizer.rates=('bias=0.5',)
+optimizers MUON: *optimizer.muon_beta
 optimizers WEIGHT_DECAY: *optimizer.weight_decay_on
 update_program: trainer.optimizer.learning_rate critic.optimizer.learning_rate
 update_program SUMS: algorithm.loss_scale=50.0

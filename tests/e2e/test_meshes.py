@@ -60,9 +60,8 @@ def config(recipe, mesh, reward, **changes):
             "optimizer": OPTIMIZER,
         },
         "mesh": mesh,
-        **changes,
     }
-    return recipe_settings.config(recipe, settings)
+    return recipe_settings.config(recipe, recipe_settings.merged(settings, changes))
 
 
 def run(recipe, mesh, workdir, devices, **changes):
@@ -123,6 +122,32 @@ def test_any_mesh_takes_the_steps_of_one_device(recipe, name, on_one_device, tmp
     state, workdir = on_one_device(recipe)
     found = run(recipe, MESHES[name], tmp_path / "run", jax.devices())
     assert_same_run(found, tmp_path / "run", state, workdir)
+
+
+# Muon orthogonalizes matrices of which no device has all; 8 bits round what meshes add up.
+OPTIMIZERS = {"muon": {"name": "muon"}, "8-bit muon": {"name": "muon", "moment_dtype": "int8"}}
+MUON_MESHES = (
+    "data 2 x fsdp 2 x tensor 2",
+    "sequence 2 x fsdp 4, ring",
+    "fsdp 8",
+    "tensor 8",
+    "stage 2 x fsdp 2 x tensor 2",
+)
+
+
+@pytest.mark.parametrize(
+    "optimizer, name",
+    [
+        pytest.param("muon", MUON_MESHES[0], marks=pytest.mark.slow),
+        *(pytest.param("muon", name, marks=pytest.mark.nightly) for name in MUON_MESHES[1:]),
+        pytest.param("8-bit muon", MUON_MESHES[0], marks=pytest.mark.nightly),
+    ],
+)
+def test_muon_takes_the_steps_of_one_device(optimizer, name, tmp_path):
+    changes = {"trainer": {"optimizer": OPTIMIZERS[optimizer]}}
+    run("grpo", {}, tmp_path / "one", jax.devices()[:1], **changes)
+    run("grpo", MESHES[name], tmp_path / "run", jax.devices(), **changes)
+    assert_same_steps(tmp_path / "run", tmp_path / "one")
 
 
 @pytest.mark.slow

@@ -39,7 +39,8 @@ from jaxrl_llm.types import Estimates, Prompt, Rewards, Rollouts, TeacherLogProb
 
 B, T, K = 6, 16, 4
 VOCAB = 104
-LOSSES = ("reverse_kl", "k3", "forward_kl")
+LOSSES = ("reverse_kl", "k3", "forward_kl", "jsd")
+BETA = 0.3
 TEMPERATURE = 0.8
 
 
@@ -70,6 +71,7 @@ def config_of(loss, teachers=("all",), **trainer):
             teachers={n: TeacherConfig(path="unread", data_source=sources[n]) for n in teachers},
             loss=loss,
             coef=0.5,
+            jsd_beta=BETA,
             top_k=K,
         ),
     )
@@ -155,7 +157,12 @@ def divergence(config, log_p, teacher, step, advantage):
         p, q = jnp.exp(best), jnp.take_along_axis(log_p, tokens, -1)
         p_rest = 1.0 - p.sum(-1)
         q_rest = jnp.log(jnp.where(listed, 0.0, jnp.exp(log_p)).sum(-1))
-        each = jnp.sum(p * (best - q), -1) + p_rest * (jnp.log(p_rest) - q_rest)
+        log_p_all = jnp.concatenate([best, jnp.log(p_rest)[..., None]], -1)
+        log_q_all = jnp.concatenate([q, q_rest[..., None]], -1)
+        p, q = jnp.exp(log_p_all), jnp.exp(log_q_all)
+        m = jnp.log(BETA * p + (1 - BETA) * q)
+        jsd = BETA * p * (log_p_all - m) + (1 - BETA) * q * (log_q_all - m)
+        each = jnp.sum(jsd if loss == "jsd" else p * (log_p_all - log_q_all), -1)
     total = -ratio * advantage + 0.5 * each
     return jnp.sum(jnp.where(mask, total, 0.0)) / mask.sum()
 
@@ -196,7 +203,7 @@ def test_an_update_is_the_gradient_of_the_divergence(loss, epochs, monkeypatch):
     if loss != "reverse_kl":
         assert metrics["actor/loss"] == pytest.approx(float(value), rel=1e-4)
     mask = step.response_mask
-    if loss == "forward_kl":
+    if config.distillation.compares_lists:
         best = np.exp(jax.lax.top_k(teacher, K)[0]).sum(-1)
         assert metrics["distillation/teacher_mass"] == pytest.approx(best[mask].mean(), rel=1e-5)
     else:
@@ -215,12 +222,12 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(loss):
     models, frozen, state = run_on(config, teacher=same)
     gradient, metrics = learned(config, models, frozen, state, rollouts())
     assert float(optax.tree.norm(gradient)) < 1e-5
-    name = "distillation/forward_kl" if loss == "forward_kl" else "distillation/reverse_kl"
+    name = f"distillation/{loss if loss in ('forward_kl', 'jsd') else 'reverse_kl'}"
     assert metrics[name] == pytest.approx(0.0, abs=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["reverse_kl", "forward_kl"])
+@pytest.mark.parametrize("loss", ["reverse_kl", "forward_kl", "jsd"])
 def test_meshes_and_packings_are_equal(loss):
     config = config_of(loss)
     step, found = rollouts(), []

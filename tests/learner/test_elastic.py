@@ -12,6 +12,7 @@ from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import CheckpointConfig, ConfigError
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import job_models, weights
+from jaxrl_llm.planning.run_setting import RunSetting
 
 VALUES = {
     "model": {"num_layers": 2, "num_heads": 8, "num_kv_heads": 2, "head_size": 8},
@@ -25,8 +26,8 @@ def built(mesh, devices, **changes):
     return config, job_models.make_models(config, job_models.shared_mesh(config, devices))
 
 
-def begun(mesh, devices, on_host=()):
-    config, models = built({**mesh, "on_host": list(on_host)}, devices)
+def begun(mesh, devices, on_host=(), **changes):
+    config, models = built({**mesh, "on_host": list(on_host)}, devices, **changes)
     return weights.initial_state(config, models, weights.initial_policy(config, models))
 
 
@@ -64,6 +65,46 @@ def test_a_state_restores_on_another_mesh(mesh, count, on_host, tmp_path):
         assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
         assert got.sharding.is_equivalent_to(like.sharding, got.ndim)
         assert got.sharding.memory_kind == like.sharding.memory_kind
+
+
+# Heads of which a row is two blocks of 8-bit moments, on meshes that split rows in more parts.
+WIDE = {"model": {**VALUES["model"], "hidden_size": 64}}
+OPTIMIZERS = {
+    "int8": {"moment_dtype": "int8"},
+    "muon": {"name": "muon", "moment_dtype": "bfloat16"},
+    "8-bit muon": {"name": "muon", "moment_dtype": "int8"},
+    "schedule-free critic": {"name": "schedule_free"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_has_the_bytes_of_its_plan_and_restores(name, tmp_path):
+    changes = {**WIDE, "critic": {"optimizer": OPTIMIZERS[name]}}
+    if "critic" not in name:
+        changes["trainer"] = {"optimizer": OPTIMIZERS[name]}
+    mesh, other_mesh = {"fsdp": 4, "tensor": 2}, {"fsdp": 2, "on_host": []}
+    state = begun(mesh, jax.devices(), **changes)
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(
+        lambda a: jax.device_put(rng.integers(1, 99, a.shape).astype(a.dtype), a.sharding), state
+    )
+    config, models = built(mesh, jax.devices(), **changes)
+    setting = RunSetting(config, models.policy.shape, (), dict(models.mesh.shape), "cpu")
+    for role, head in (("policy", "lm"), ("critic", "scalar")):
+        moments = [a for a in jax.tree.leaves(getattr(state, role).opt_state) if a.ndim]
+        held = sum(a.addressable_shards[0].data.nbytes for a in moments)
+        # Scales of rows that are split in more parts than they have blocks are whole everywhere.
+        assert setting.optimizer_bytes(head) == pytest.approx(
+            held, rel=0.05 * ("int8" in str(changes))
+        )
+    saver = Saver(tmp_path, CheckpointConfig())
+    saver.save(1, state, {})
+    other = begun(other_mesh, jax.devices()[:2], **changes)
+    restored, _, _ = saver.restore(weights.abstract_arrays(other))
+    saver.close()
+    for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
 
 
 ARRAY = re.compile(r"\b[a-z]+\d+\[([\d,]+)\]")

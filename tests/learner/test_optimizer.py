@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.config import OptimizerConfig
+from jaxrl_llm.config import ConfigError, OptimizerConfig
 from jaxrl_llm.learner import optimizer
 
 BASE = OptimizerConfig(learning_rate=8.0, warmup_steps=3, min_lr_ratio=0.25)
@@ -161,3 +161,24 @@ def test_an_update_that_is_not_allowed_changes_nothing():
     assert jax.tree.all(same)
     moved, _, _, skipped = apply(True)
     assert not skipped and (moved["a"] != params["a"]).all()
+
+
+def test_rates_by_parameter():
+    """The first pattern found in a path counts; decay is at the parameter's rate too."""
+    config = OptimizerConfig(
+        learning_rate=0.5, weight_decay=0.1, eps=1e-30, rates=("mlp/up=0.5", "layers=0", "head=2")
+    )
+    up, down = {"kernel": jnp.full((1, 1, 1), 2.0)}, {"kernel": jnp.full((1, 1, 1), 2.0)}
+    mlp = {"up": up, "down": down}
+    params = {"layers": {"0": {"mlp": mlp}}, "head": jnp.array([2.0]), "norm": jnp.array([2.0])}
+    make = optimizer.make_optimizer(config, 10)
+    updates, _ = make.update(jax.tree.map(jnp.ones_like, params), make.init(params), params)
+    names = {optimizer.parameter_name(path): u for path, u in jax.tree.leaves_with_path(updates)}
+    # Adam's first step is 1, decay 0.2, the rate 0.5.
+    wanted = {"layers/0/mlp/up/kernel": -0.3, "layers/0/mlp/down/kernel": 0.0, "head": -1.2}
+    for name, want in {**wanted, "norm": -0.6}.items():
+        np.testing.assert_allclose(names[name].ravel(), [want], rtol=1e-6)
+    optimizer.check_rates(config, params, "trainer.optimizer")
+    wrong = dataclasses.replace(config, rates=("head=2", "gate=2"))
+    with pytest.raises(ConfigError, match=r"config\.critic\.optimizer\.rates: 'gate=2' is found"):
+        optimizer.check_rates(wrong, params, "critic.optimizer")
