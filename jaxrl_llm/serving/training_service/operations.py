@@ -38,6 +38,13 @@ class UnsupportedError(UserError, ValueError):
     """A part of Tinker's API that this server does not have."""
 
 
+def checked_loss(request: wire.PassRequest) -> str:
+    """The name of the loss of a pass; raises UnsupportedError for one that is not ours."""
+    if request.loss in _OTHER_LOSSES:
+        raise UnsupportedError(f"loss_fn: {request.loss!r} is not supported by this server")
+    return request.loss
+
+
 class ModelOperations:
     """Runs operations on models. For the training thread alone."""
 
@@ -63,8 +70,7 @@ class ModelOperations:
         session = model.load_session(self._base)
         if operation.kind == PASS:
             request = wire.decode_pass(operation.body)
-            if request.loss in _OTHER_LOSSES:
-                raise UnsupportedError(f"loss_fn: {request.loss!r} is not supported by this server")
+            checked_loss(request)
             run = session.forward if request.forward_only else session.forward_backward
             result = run(request.data, request.loss, request.settings)
             outcome = Outcome("protobuf", wire.encode_pass_result(result))

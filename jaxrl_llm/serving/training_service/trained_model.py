@@ -16,6 +16,9 @@ from jaxrl_llm.config import LoraConfig
 from jaxrl_llm.serving.training_service import wire
 from jaxrl_llm.serving.training_service.records import Json
 from jaxrl_llm.storage import files
+from jaxrl_llm.training_api import adapter_batch
+from jaxrl_llm.training_api.adapter_batch import BlockPlace, SessionPass
+from jaxrl_llm.training_api.loss_functions import resolve_loss
 from jaxrl_llm.training_api.policy_base import PolicyBase
 from jaxrl_llm.training_api.training_session import TrainingSession
 
@@ -37,6 +40,7 @@ class Outcome:
 
     kind: Literal["protobuf", "json", "failed"]
     content: bytes
+    place: BlockPlace | None = None  # of a pass in a batch with others'
 
     @classmethod
     def from_json(cls, value: Json) -> "Outcome":
@@ -50,6 +54,12 @@ class Outcome:
 def lora_config(shapes: Json) -> LoraConfig:
     """The shapes of adapters as a record has them."""
     return LoraConfig(**{**shapes, "targets": tuple(shapes["targets"])})
+
+
+def session_pass(session: TrainingSession, request: wire.PassRequest) -> SessionPass:
+    """A pass of a request; raises LossError."""
+    loss = resolve_loss(request.loss, session.config.algorithm)
+    return SessionPass(session, request.data, loss, request.settings)
 
 
 class TrainedModel:
@@ -89,6 +99,11 @@ class TrainedModel:
         """Whether the next request has come."""
         return self.next_seq in self.pending
 
+    @property
+    def next_operation(self) -> TrainingOperation:
+        """The next request, which has come."""
+        return self.pending[self.next_seq]
+
     def submit(self, seq: int, operation: TrainingOperation) -> None:
         """Accepts a request; one that came before is not done again."""
         if seq >= self.next_seq and seq not in self.pending:
@@ -112,8 +127,13 @@ class TrainedModel:
         return TrainingOperation(kind.decode(), body)
 
     def _read_result(self, seq: int) -> Outcome:
-        kind, _, content = (self.folder / "results" / str(seq)).read_bytes().partition(b"\n")
-        return Outcome(kind.decode(), content)  # type: ignore[arg-type]
+        head, _, content = (self.folder / "results" / str(seq)).read_bytes().partition(b"\n")
+        kind, _, place = head.decode().partition(" ")
+        return Outcome(
+            kind,  # type: ignore[arg-type]
+            content,
+            BlockPlace.from_json(json.loads(place)) if place else None,
+        )
 
     # Of the training thread:
 
@@ -124,17 +144,27 @@ class TrainedModel:
             if self.snapshot:
                 session.load(self.folder / "snapshots" / self.snapshot)
             for seq in range(self.saved_seq, self.next_seq):
-                operation = self._read_operation(seq)
-                if operation.kind == PASS and self._read_result(seq).kind == "protobuf":
-                    request = wire.decode_pass(operation.body)
-                    if not request.forward_only:
-                        session.forward_backward(request.data, request.loss, request.settings)
+                operation, outcome = self._read_operation(seq), self._read_result(seq)
+                if operation.kind == PASS and outcome.kind == "protobuf":
+                    self._repeat(session, wire.decode_pass(operation.body), outcome.place)
             self.session = session
         return self.session
 
+    def _repeat(
+        self, session: TrainingSession, request: wire.PassRequest, place: BlockPlace | None
+    ) -> None:
+        """Adds the gradient of a pass that was computed before."""
+        if request.forward_only:
+            return
+        if place is None:
+            session.forward_backward(request.data, request.loss, request.settings)
+        else:
+            adapter_batch.forward_backward_at(session_pass(session, request), place)
+
     def write_outcome(self, seq: int, outcome: Outcome, *, saves_state: bool) -> None:
         """Writes the result of the next request, and the state if it has changed."""
-        content = outcome.kind.encode() + b"\n" + outcome.content
+        place = f" {json.dumps(outcome.place.to_json())}" if outcome.place else ""
+        content = f"{outcome.kind}{place}\n".encode() + outcome.content
         files.replace_bytes(self.folder / "results" / str(seq), content)
         if not saves_state:
             return
