@@ -18,6 +18,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import weights
 from jaxrl_llm.learner.adamw import AdamWParams
 from jaxrl_llm.learner.batches import Packer
+from jaxrl_llm.learner.weights import Trainable
 from jaxrl_llm.models.hf import peft_adapter
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout import episodes
@@ -219,7 +220,7 @@ class TrainingSession:
         Raises:
           CheckpointError: If the folder exists.
         """
-        saver.save_tree(folder, self.state, self._extra())
+        saver.save_tree(folder, self.state, self.extra_state())
 
     def load(self, folder: str | os.PathLike[str], optimizer: bool = True) -> None:
         """Reads a checkpoint of `save`, bit for bit, and drops gradients that are not applied.
@@ -233,12 +234,19 @@ class TrainingSession:
         """
         abstract = weights.abstract_arrays(self.state)
         state, extra = saver.load_tree(folder, abstract)
-        self.state = state if optimizer else self.programs.initial_state(state.params)
-        self._num_sample_calls = extra["num_sample_calls"] if optimizer else 0
+        if not optimizer:
+            state = self.programs.initial_state(state.params)
+            extra["num_sample_calls"] = 0
+        self.restore(state, extra)
+
+    def restore(self, state: Trainable, extra: Mapping[str, Any]) -> None:
+        """Takes another state, with its `extra_state`; drops gradients that are not applied."""
+        self.state, self._num_sample_calls = state, extra["num_sample_calls"]
         self._packer.set_state(extra["shapes"])
         self.gradients = self._rollout_params = None
 
-    def _extra(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the arrays, for JSON."""
         lora = self.config.lora
         return {
             "lora": {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets)},

@@ -16,7 +16,7 @@ from jaxrl_llm.config import LoraConfig
 from jaxrl_llm.serving.training_service import wire
 from jaxrl_llm.serving.training_service.records import Json
 from jaxrl_llm.storage import files
-from jaxrl_llm.training_api import adapter_batch
+from jaxrl_llm.training_api import adapter_batch, state_file
 from jaxrl_llm.training_api.adapter_batch import BlockPlace, SessionPass
 from jaxrl_llm.training_api.loss_functions import resolve_loss
 from jaxrl_llm.training_api.policy_base import PolicyBase
@@ -71,7 +71,7 @@ class TrainedModel:
         self.session: TrainingSession | None = None  # None: not in memory
         # Sequence numbers: of the next request to do, and of that after the state on disk.
         self.next_seq = self.saved_seq = 0
-        self.snapshot = ""  # folder of the state
+        self.snapshot = ""  # file of the state
         self.futures: dict[int, concurrent.futures.Future[Outcome]] = {}
         self.pending: dict[int, TrainingOperation] = {}
         if (current := folder / "current.json").is_file():
@@ -142,7 +142,7 @@ class TrainedModel:
         if self.session is None:
             session = TrainingSession(base, self.lora, self.record["seed"])
             if self.snapshot:
-                session.load(self.folder / "snapshots" / self.snapshot)
+                state_file.read(session, self.folder / "snapshots" / self.snapshot)
             for seq in range(self.saved_seq, self.next_seq):
                 operation, outcome = self._read_operation(seq), self._read_result(seq)
                 if operation.kind == PASS and outcome.kind == "protobuf":
@@ -169,9 +169,8 @@ class TrainedModel:
         if not saves_state:
             return
         assert self.session is not None
-        old, folder = self.snapshot, self.folder / "snapshots" / str(seq)
-        files.remove_tree(folder)  # left by a killed process
-        self.session.save(folder)
+        old = self.snapshot
+        state_file.write(self.session, self.folder / "snapshots" / str(seq))
         # From here the operation is done: a restarted process begins with the next one.
         values = {"next_seq": seq + 1, "snapshot": str(seq)}
         files.replace_text(self.folder / "current.json", json.dumps(values))
@@ -187,7 +186,7 @@ class TrainedModel:
     def _prune(self, old_snapshot: str) -> None:
         """Deletes what is older than the state; a kill in between leaves files without effect."""
         if old_snapshot and old_snapshot != self.snapshot:
-            files.remove_tree(self.folder / "snapshots" / old_snapshot)
+            files.remove(self.folder / "snapshots" / old_snapshot)
         for name in files.names(self.folder / "journal"):
             if name.isdecimal() and int(name) < self.saved_seq:
                 files.remove(self.folder / "journal" / name)
