@@ -19,6 +19,7 @@ from jaxrl_llm.serving.training_service.records import (
     utc_time,
 )
 from jaxrl_llm.serving.training_service.trained_model import (
+    CHANGES_STATE,
     PASS,
     Outcome,
     TrainedModel,
@@ -30,8 +31,6 @@ from jaxrl_llm.training_api.policy_base import PolicyBase
 # Tinker's losses that this server does not have; ours of one of these names is another.
 _OTHER_LOSSES = frozenset({"gspo", "stable_reinforce", "custom"})
 _MAX_JOURNAL = 128  # requests after which the state is saved anyway, unless it has gradients
-# Operations after which the state is saved: those that change weights or the optimizer.
-_CHANGES_STATE = frozenset({"create_model", "load_weights", "optim_step"})
 
 
 class UnsupportedError(UserError, ValueError):
@@ -80,7 +79,7 @@ class ModelOperations:
         kind, run_operation = self._operations[operation.kind]
         body = kind.model_validate_json(operation.body)
         values = run_operation(model, body, seq)
-        return Outcome.from_json(values), operation.kind in _CHANGES_STATE
+        return Outcome.from_json(values), operation.kind in CHANGES_STATE
 
     def _create(self, model: TrainedModel, body: bodies.CreateModelBody, seq: int) -> Json:
         return {"model_id": model.id, "type": "create_model"}

@@ -2,8 +2,8 @@
 
 Every request is written to the journal before it is answered. The state is written after each
 operation that changes weights, in one atomic step with the number of the next request. So after a
-kill an update is done or not; what came after the last state is done again from the journal, with
-the same results.
+kill an update is done or not; the gradients of passes after the last state are computed again from
+the journal, each in its place in the batch that it was computed in: bit for bit.
 """
 
 import concurrent.futures
@@ -25,6 +25,10 @@ from jaxrl_llm.training_api.training_session import TrainingSession
 # Results kept for clients that ask again; those after the last state are all kept.
 NUM_RESULTS = 64
 PASS = "pass"  # kind of the requests whose body is protobuf, not JSON
+
+
+# Operations after which the state is saved: those that change weights or the optimizer.
+CHANGES_STATE = frozenset({"create_model", "load_weights", "optim_step"})
 
 
 class TrainingOperation(NamedTuple):
@@ -56,6 +60,11 @@ def lora_config(shapes: Json) -> LoraConfig:
     return LoraConfig(**{**shapes, "targets": tuple(shapes["targets"])})
 
 
+def _numbers(folder: pathlib.Path) -> set[int]:
+    """The sequence numbers that are names in a folder."""
+    return {int(name) for name in files.names(folder) if name.isdecimal()}
+
+
 def session_pass(session: TrainingSession, request: wire.PassRequest) -> SessionPass:
     """A pass of a request; raises LossError."""
     loss = resolve_loss(request.loss, session.config.algorithm)
@@ -78,12 +87,19 @@ class TrainedModel:
             values = json.loads(current.read_text())
             self.next_seq = self.saved_seq = values["next_seq"]
             self.snapshot = values["snapshot"]
-        for name in files.names(folder / "journal"):
-            if name.isdecimal() and int(name) >= self.next_seq:
-                self._queue(int(name), self._read_operation(int(name)))
-        for name in files.names(folder / "results"):
-            if name.isdecimal() and int(name) < self.next_seq:
-                self._future(int(name)).set_result(self._read_result(int(name)))
+        journal, results = (_numbers(folder / name) for name in ("journal", "results"))
+        while self.next_seq in journal & results and not self._changes_state(self.next_seq):
+            self.next_seq += 1
+        for seq in journal:
+            if seq >= self.next_seq:
+                self._queue(seq, self._read_operation(seq))
+        for seq in results:
+            if seq < self.next_seq:
+                self._future(seq).set_result(self._read_result(seq))
+
+    def _changes_state(self, seq: int) -> bool:
+        """Whether a request is done with the state after it, not with its result."""
+        return self._read_operation(seq).kind in CHANGES_STATE
 
     @property
     def owner(self) -> str:
