@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import json
 import threading
+import time
 from collections.abc import Sequence
 
 import pydantic
@@ -15,6 +16,7 @@ from jaxrl_llm.serving.training_service.operations import ModelOperations
 from jaxrl_llm.serving.training_service.pass_batches import PassBatch, PassBatcher
 from jaxrl_llm.serving.training_service.records import Json, RecordNotFoundError, Records
 from jaxrl_llm.serving.training_service.trained_model import (
+    PASS,
     Outcome,
     TrainedModel,
     TrainingOperation,
@@ -22,6 +24,8 @@ from jaxrl_llm.serving.training_service.trained_model import (
 from jaxrl_llm.training_api.policy_base import PolicyBase
 
 MAX_PENDING = 1024  # requests of a model that wait
+# The longest wait for the clients of the last batch, in seconds, and as a share of its time.
+_MAX_GATHER_S, _GATHER_SHARE = 0.05, 0.5
 _RETRY_S = 5.0  # between two attempts to write a result
 
 
@@ -46,6 +50,8 @@ class TrainingQueue:
         self._base, self._records, self._max_resident = base, records, max_resident
         self._operations = ModelOperations(base, records)
         self._batcher = PassBatcher(base, max_resident)
+        self._last_batch: list[TrainedModel] = []  # of the last pass or passes
+        self._last_batch_s = 0.0
         self._changed = threading.Condition()
         self._turns: collections.OrderedDict[str, TrainedModel] = collections.OrderedDict()
         for model_id in records.model_ids():
@@ -128,6 +134,8 @@ class TrainingQueue:
                 self._take_turns([each.model for each in batch.passes])
                 self._do_batch(batch)
             else:
+                if models[0].next_operation.kind == PASS:
+                    self._last_batch = models[:1]
                 self._take_turns(models[:1])
                 self._do_next(models[0])
 
@@ -138,8 +146,23 @@ class TrainingQueue:
                 if self._is_closed:
                     return []
                 if models := [model for model in self._turns.values() if model.is_runnable]:
-                    return models
+                    self._gather(models[0])
+                    return [model for model in self._turns.values() if model.is_runnable]
                 self._changed.wait()
+
+    def _gather(self, first: TrainedModel) -> None:
+        """Waits shortly before a pass for the models that shared the last batch with its own.
+
+        Their clients have their results since the same moment and send the next passes within
+        milliseconds. Without the wait the first to come would be computed alone, and then the rest:
+        two programs in the place of one.
+        """
+        if first.next_operation.kind != PASS or first not in self._last_batch:
+            return
+        limit_s = min(_MAX_GATHER_S, _GATHER_SHARE * self._last_batch_s)
+        self._changed.wait_for(
+            lambda: self._is_closed or all(model.is_runnable for model in self._last_batch), limit_s
+        )
 
     def _take_turns(self, models: Sequence[TrainedModel]) -> None:
         """Puts models behind all others, and frees memory for them."""
@@ -151,6 +174,7 @@ class TrainingQueue:
     def _do_batch(self, batch: PassBatch) -> None:
         """Passes of several models in one program. None of them changes weights."""
         models = [each.model for each in batch.passes]
+        start_s = time.monotonic()
         try:
             outcomes = self._batcher.run(batch)
         except UserError:
@@ -159,6 +183,7 @@ class TrainingQueue:
             return
         except Exception as error:
             outcomes = [self._server_failure(model, error) for model in models]
+        self._last_batch, self._last_batch_s = models, time.monotonic() - start_s
         for model, outcome in zip(models, outcomes, strict=True):
             self._finish(model, outcome, saves_state=False)
 
