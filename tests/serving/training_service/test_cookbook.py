@@ -76,7 +76,8 @@ def supervised(home, url):
 def test_sl_loop_learns(supervised):
     losses = column(supervised[0], "train_mean_nll")
     print("sl_loop", np.round(losses[::4], 3))
-    assert losses[-1] < 0.7 * losses[0]
+    # One of 16 trained tokens is not certain: a digit of ten before, of three after.
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_rl_loop_learns(home, url, supervised):
@@ -94,8 +95,11 @@ def test_rl_loop_learns(home, url, supervised):
 def test_rl_basic_learns(home, url, supervised):
     settings = (
         f"load_checkpoint_path={supervised[1]['state_path']}",
+        "dataset_builder=tinker_cookbook.recipes.math_rl.math_env:Gsm8kDatasetBuilder",
         "dataset_builder.batch_size=8",
         "dataset_builder.group_size=8",
+        "dataset_builder.renderer_name=role_colon",
+        f"dataset_builder.model_name_for_tokenizer={cookbook_home.MODEL}",
         "learning_rate=0.003",
         "max_steps=15",
     )
@@ -106,7 +110,7 @@ def test_rl_basic_learns(home, url, supervised):
 
 
 def test_math_rl_arithmetic_runs(home, url):
-    """Sums of two digits are too much for this model: it runs, and learns when to stop."""
+    """Sums up to 200 are too much for this model: it runs."""
     settings = "groups_per_batch=8", "group_size=4", "max_steps=3", "eval_every=0"
     metrics = run_recipe(
         home, url, "math_rl.train", "math_rl", "loss_fn=importance_sampling", *settings
