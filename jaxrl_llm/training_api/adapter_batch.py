@@ -189,7 +189,8 @@ def make_block_batch(
     for each, block in zip(data, blocks, strict=True):
         by_block[block] = each
     padded = [padded_arrays(each, names, shape.num_sequences, shape.width) for each in by_block]
-    arrays = jax.tree.map(lambda *parts: np.concatenate(parts), *padded)
+    joined = jax.tree.map(lambda *parts: np.concatenate(parts), *padded)
+    arrays: tuple[Any, Any, Any, Any, Any] = joined
     return TrainingBatch(*arrays, _pack_blocks(by_block, shape, arrays[2]))
 
 

@@ -52,14 +52,17 @@ class PolicyPrograms:
     @functools.cached_property
     def shared_zero_gradients(self) -> Params:
         """The sum of no gradients, for programs that do not consume it."""
-        abstract = weights.abstract_trained(self.network, self._models.mesh)
-        zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), abstract)  # noqa: E731
-        return jax.jit(zeros, out_shardings=self._shardings.params)()
+        return self.zero_gradients()
 
-    def zero_gradients(self, state: Trainable) -> Params:
-        """The sum of no gradients, in float32."""
-        zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-        return jax.jit(zeros, out_shardings=self._shardings.params)(state.opt_state.mu)
+    @functools.cached_property
+    def zero_gradients(self) -> Callable[[], Params]:
+        """Makes the sum of no gradients, in float32; compiled once."""
+        abstract = weights.abstract_trained(self.network, self._models.mesh)
+
+        def zeros() -> Params:
+            return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), abstract)
+
+        return jax.jit(zeros, out_shardings=self._shardings.params)
 
     def _cached(self, kind: str, key: Any, make: Callable[[], Any]) -> Any:
         if (kind, key) not in self._programs:

@@ -64,7 +64,7 @@ def make_batch(
     names = checked_fields(data, vocab_size, max_tokens)
     # Few numbers of rows mean few compiled programs: empty rows fill up to a power of two.
     num_rows, width = packed_batch.bucket(len(data)), padded_width(data, packer)
-    arrays: tuple[Any, ...] = padded_arrays(data, names, num_rows, width)
+    arrays: tuple[Any, Any, Any, Any, Any] = padded_arrays(data, names, num_rows, width)
     packed = packer.pack(arrays[2], np.arange(len(data)), width=width)
     return TrainingBatch(*arrays, packed)
 

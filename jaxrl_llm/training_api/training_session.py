@@ -122,7 +122,7 @@ class TrainingSession:
         chosen = resolve_loss(loss, self.config.algorithm)
         batch, numbers = self._inputs(data, chosen, settings)
         with jax.set_mesh(self._models.mesh):
-            gradients = self.gradients or self.programs.zero_gradients(self.state)
+            gradients = self.gradients or self.programs.zero_gradients()
             self.gradients = None  # consumed by the program, also if it fails
             self.gradients, outputs = self.programs.forward_backward(chosen)(
                 gradients, self.state.params, self.frozen, batch, numbers

