@@ -19,7 +19,7 @@ from jaxrl_llm.storage import files
 from jaxrl_llm.training_api.training_session import TrainingSession
 
 
-def write(session: TrainingSession, file: str | os.PathLike[str]) -> None:
+def write_state(session: TrainingSession, file: str | os.PathLike[str]) -> None:
     """Writes weights and optimizer state; gradients that are not applied are not written."""
     leaves = jax.tree.leaves_with_path(jax.device_get(session.state))
     arrays = {_name(path): np.asarray(leaf) for path, leaf in leaves}
@@ -27,8 +27,8 @@ def write(session: TrainingSession, file: str | os.PathLike[str]) -> None:
     files.replace_bytes(pathlib.Path(file), content)
 
 
-def read(session: TrainingSession, file: str | os.PathLike[str]) -> None:
-    """Reads a file of `write`, bit for bit, and drops gradients that are not applied.
+def read_state(session: TrainingSession, file: str | os.PathLike[str]) -> None:
+    """Reads a file of `write_state`, bit for bit, and drops gradients that are not applied.
 
     Raises:
       CheckpointError: If the file is missing, damaged, or of other shapes.
@@ -41,7 +41,7 @@ def read(session: TrainingSession, file: str | os.PathLike[str]) -> None:
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
 
-    def restored(path: Any, old: jax.Array) -> jax.Array:
+    def restored_leaf(path: Any, old: jax.Array) -> jax.Array:
         new = arrays.get(_name(path))
         if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
             came = "missing" if new is None else f"{new.dtype} of shape {list(new.shape)}"
@@ -50,7 +50,7 @@ def read(session: TrainingSession, file: str | os.PathLike[str]) -> None:
             )
         return jax.device_put(new, old.sharding)
 
-    session.restore(jax.tree.map_with_path(restored, session.state), extra)
+    session.restore(jax.tree.map_with_path(restored_leaf, session.state), extra)
 
 
 def _name(path: Any) -> str:

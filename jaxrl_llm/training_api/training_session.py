@@ -246,7 +246,7 @@ class TrainingSession:
         self.gradients = self._rollout_params = None
 
     def extra_state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the arrays, for JSON."""
+        """The contents of a checkpoint beside the arrays, for JSON."""
         lora = self.config.lora
         return {
             "lora": {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets)},

@@ -158,7 +158,7 @@ class TrainedModel:
         if self.session is None:
             session = TrainingSession(base, self.lora, self.record["seed"])
             if self.snapshot:
-                state_file.read(session, self.folder / "snapshots" / self.snapshot)
+                state_file.read_state(session, self.folder / "snapshots" / self.snapshot)
             for seq in range(self.saved_seq, self.next_seq):
                 operation, outcome = self._read_operation(seq), self._read_result(seq)
                 if operation.kind == PASS and outcome.kind == "protobuf":
@@ -186,7 +186,7 @@ class TrainedModel:
             return
         assert self.session is not None
         old = self.snapshot
-        state_file.write(self.session, self.folder / "snapshots" / str(seq))
+        state_file.write_state(self.session, self.folder / "snapshots" / str(seq))
         # From here the operation is done: a restarted process begins with the next one.
         values = {"next_seq": seq + 1, "snapshot": str(seq)}
         files.replace_text(self.folder / "current.json", json.dumps(values))
