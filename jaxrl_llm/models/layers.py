@@ -163,6 +163,10 @@ class Linear(nnx.Module):
     and `lora_index` [B, T] is the number of each token's adapter, from 1; 0: none. Between the two
     products everything but the r columns of that adapter is zeroed, so that tokens of any adapters
     share one batch.
+
+    In training several adapters have a dim of their own, `lora_a` [N, in, r] and `lora_b`
+    [N, r, out], and each an Nth of the rows of a batch, in their order. So each has its own
+    gradient, and a gradient costs what that of one adapter costs.
     """
 
     def __init__(
@@ -212,11 +216,13 @@ class Linear(nnx.Module):
         if hasattr(self, "kernel_steps"):
             y = quantization_lib.apply_scales(y, self.kernel_steps[...])
         if hasattr(self, "lora_a"):
-            inner = x @ self.lora_a[...].astype(x.dtype)
+            a, b = self.lora_a[...].astype(x.dtype), self.lora_b[...].astype(x.dtype)
+            num_blocks = a.shape[0] if a.ndim > 2 else 0
+            inner = (x.reshape(num_blocks, -1, x.shape[-1]) if num_blocks else x) @ a
             if hasattr(self, "lora_index"):
                 adapter_of_column = np.repeat(1 + np.arange(self.num_adapters), self.rank)
                 inner = jnp.where(self.lora_index[...][..., None] == adapter_of_column, inner, 0)
-            y = y + inner @ self.lora_b[...].astype(x.dtype) * self.scale
+            y = y + (inner @ b).reshape(y.shape) * self.scale
         return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
 
 

@@ -115,6 +115,7 @@ class AdapterPool:
         self._base: Params = {}
         self._factors: list[Params] = []  # by layer
         self._update: Callable[[Params], None] = lambda params: None
+        self._load_by_name: Callable[[str], None] = lambda name: None
 
     def _check_model(self) -> None:
         """Refuses models with projections that cannot have several adapters."""
@@ -173,6 +174,21 @@ class AdapterPool:
     def connect(self, update: Callable[[Params], None]) -> None:
         """Names the function that gives the engine parameters with a new adapter."""
         self._update = update
+
+    def connect_source(self, load_by_name: Callable[[str], None]) -> None:
+        """Names a function that loads an adapter which a request names, if it knows the name."""
+        self._load_by_name = load_by_name
+
+    def load_if_known(self, name: str) -> None:
+        """Loads an adapter of the connected source, if it is not loaded. May take long.
+
+        Raises:
+          UserError: If it is known and cannot be loaded.
+        """
+        with self._lock:
+            is_loaded = name in self._adapters
+        if not is_loaded:
+            self._load_by_name(name)
 
     def load(self, name: str, address: str) -> Adapter:
         """Loads an adapter; the engine has it from its next step on.

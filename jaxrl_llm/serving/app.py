@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxrl_llm.agents.tool_call_scanner import thinking_marks
 from jaxrl_llm.agents.tools import special_tokens
 from jaxrl_llm.data.token_names import TokenNames, detokenizer
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.engine.grammars import Grammar, GrammarError
 from jaxrl_llm.rollout.structured_outputs import GrammarSource
 from jaxrl_llm.serving import fields, messages_api
@@ -146,6 +147,11 @@ def make_app(
         make_format: Callable[[str, GenerationRequest], ReplyFormat],
     ) -> Response:
         """The reply, or its event stream; the engine is already working on it."""
+        if adapters is not None:
+            try:
+                await asyncio.to_thread(adapters.load_if_known, body.model)
+            except UserError as error:
+                raise ApiError(503, str(error), code="model_not_loaded", param="model") from error
         model = check_model(body.model)
         generation = await in_tokenizer_thread(body.generation_request, served)
         if generation.grammar_source is not None:

@@ -61,16 +61,42 @@ def make_batch(
     Raises:
       TrainingDataError: With the first datum that cannot be trained on, and why.
     """
+    names = checked_fields(data, vocab_size, max_tokens)
+    # Few numbers of rows mean few compiled programs: empty rows fill up to a power of two.
+    num_rows, width = packed_batch.bucket(len(data)), padded_width(data, packer)
+    arrays: tuple[Any, Any, Any, Any, Any] = padded_arrays(data, names, num_rows, width)
+    packed = packer.pack(arrays[2], np.arange(len(data)), width=width)
+    return TrainingBatch(*arrays, packed)
+
+
+def checked_fields(data: Sequence[Datum], vocab_size: int, max_tokens: int) -> list[str]:
+    """The names of the fields that all data have, without the mask.
+
+    Raises:
+      TrainingDataError: With the first datum that cannot be trained on, and why.
+    """
     if not data:
         raise TrainingDataError("data: empty; give at least one datum")
     names = [name for name in data[0].fields if name != "mask"]
     for i, datum in enumerate(data):
         _check(datum, f"data[{i}]", names, vocab_size, max_tokens)
-    # Few numbers of rows mean few compiled programs: empty rows fill up to a power of two.
-    num_rows = packed_batch.bucket(len(data))
+    return names
+
+
+def padded_width(data: Sequence[Datum], packer: Packer) -> int:
+    """The tokens of a row for some data: one of few widths."""
     longest = max(len(datum.tokens) for datum in data)
     limit = packer.max_tokens * packer.length_shards
-    width = packed_batch.bucket(longest, smallest=_SMALLEST_WIDTH, largest=limit)
+    return packed_batch.bucket(longest, smallest=_SMALLEST_WIDTH, largest=limit)
+
+
+def padded_arrays(
+    data: Sequence[Datum], names: Sequence[str], num_rows: int, width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Tokens, targets, lengths, mask and fields of a `TrainingBatch` [num_rows, width].
+
+    They are still on the host: the jitted program transfers them.
+    """
     lengths = np.zeros(num_rows, np.int32)
     lengths[: len(data)] = [len(datum.tokens) for datum in data]
     tokens, targets = (np.zeros((num_rows, width), np.int32) for _ in range(2))
@@ -83,10 +109,7 @@ def make_batch(
         mask[i, 1:length] = np.asarray(datum.fields.get("mask", np.ones(length)))[1:] != 0
         for name in names:
             fields[name][i, :length] = datum.fields[name]
-    packed = packer.pack(lengths, np.arange(len(data)), width=width)
-    # Still on the host: the jitted program transfers them.
-    arrays: tuple[Any, Any, Any, Any, Any] = tokens, targets, lengths, mask, fields
-    return TrainingBatch(*arrays, packed)
+    return tokens, targets, lengths, mask, fields
 
 
 def _check(

@@ -18,6 +18,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import weights
 from jaxrl_llm.learner.adamw import AdamWParams
 from jaxrl_llm.learner.batches import Packer
+from jaxrl_llm.learner.weights import Trainable
 from jaxrl_llm.models.hf import peft_adapter
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout import episodes
@@ -65,7 +66,7 @@ class TrainingSession:
         self.base, self.config = base, config
         self.programs = base.programs(config.lora)
         network, mesh = self.programs.network, base.models.mesh
-        params, self._frozen = weights.split_trainable(config, network, mesh, base.params)
+        params, self.frozen = weights.split_trainable(config, network, mesh, base.params)
         self._models = dataclasses.replace(base.models, policy=network)
         shared = base.models.packer
         # Its own: the shapes that it remembers depend on this session's data alone.
@@ -73,7 +74,7 @@ class TrainingSession:
             shared.max_tokens, shared.num_shards, shared.length_shards, stages=shared.stages
         )
         self.state = self.programs.initial_state(params)
-        self._gradients: Params | None = None
+        self.gradients: Params | None = None
         self._sampler: PolicySampler | None = None
         self._rollout_params: Params | None = None  # of the present parameters; None: outdated
         self._num_sample_calls = 0
@@ -86,7 +87,7 @@ class TrainingSession:
     @property
     def has_gradients(self) -> bool:
         """Whether a pass has added gradients since the last update."""
-        return self._gradients is not None
+        return self.gradients is not None
 
     def forward(
         self,
@@ -98,8 +99,8 @@ class TrainingSession:
         chosen = resolve_loss(loss, self.config.algorithm)
         batch, numbers = self._inputs(data, chosen, settings)
         with jax.set_mesh(self._models.mesh):
-            outputs = self.programs.forward(chosen)(self.state.params, self._frozen, batch, numbers)
-        return _pass_result(data, outputs)
+            outputs = self.programs.forward(chosen)(self.state.params, self.frozen, batch, numbers)
+        return pass_result(data, outputs)
 
     def forward_backward(
         self,
@@ -121,12 +122,12 @@ class TrainingSession:
         chosen = resolve_loss(loss, self.config.algorithm)
         batch, numbers = self._inputs(data, chosen, settings)
         with jax.set_mesh(self._models.mesh):
-            gradients = self._gradients or self.programs.zero_gradients(self.state)
-            self._gradients = None  # consumed by the program, also if it fails
-            self._gradients, outputs = self.programs.forward_backward(chosen)(
-                gradients, self.state.params, self._frozen, batch, numbers
+            gradients = self.gradients or self.programs.zero_gradients()
+            self.gradients = None  # consumed by the program, also if it fails
+            self.gradients, outputs = self.programs.forward_backward(chosen)(
+                gradients, self.state.params, self.frozen, batch, numbers
             )
-        return _pass_result(data, outputs)
+        return pass_result(data, outputs)
 
     def _inputs(self, data: Sequence[Datum], loss: Any, settings: Mapping[str, float]):
         vocab_size, max_tokens = self._models.policy.shape.vocab_size, self.max_tokens
@@ -150,9 +151,9 @@ class TrainingSession:
           TrainingSessionError: If there are no gradients.
         """
         params.check()
-        if self._gradients is None:
+        if self.gradients is None:
             raise TrainingSessionError("optim_step: no gradients; call forward_backward first")
-        gradients, self._gradients = self._gradients, None
+        gradients, self.gradients = self.gradients, None
         with jax.set_mesh(self._models.mesh):
             self.state, metrics = self.programs.optim_step(self.state, gradients, params.inputs())
         self._rollout_params = None
@@ -186,7 +187,7 @@ class TrainingSession:
         """
         if self._sampler is None:
             policy_sampler.check(self.config, self._models)
-            self._sampler = policy_sampler.make_sampler(self.config, self._models, self._frozen)
+            self._sampler = policy_sampler.make_sampler(self.config, self._models, self.frozen)
         if params is None:
             params = episodes.sampling_params(self.config.rollout, self._models.eos_tokens)
         key = jax.random.fold_in(jax.random.key(self.config.seed), _SAMPLE_KEY)
@@ -219,7 +220,7 @@ class TrainingSession:
         Raises:
           CheckpointError: If the folder exists.
         """
-        saver.save_tree(folder, self.state, self._extra())
+        saver.save_tree(folder, self.state, self.extra_state())
 
     def load(self, folder: str | os.PathLike[str], optimizer: bool = True) -> None:
         """Reads a checkpoint of `save`, bit for bit, and drops gradients that are not applied.
@@ -233,12 +234,19 @@ class TrainingSession:
         """
         abstract = weights.abstract_arrays(self.state)
         state, extra = saver.load_tree(folder, abstract)
-        self.state = state if optimizer else self.programs.initial_state(state.params)
-        self._num_sample_calls = extra["num_sample_calls"] if optimizer else 0
-        self._packer.set_state(extra["shapes"])
-        self._gradients = self._rollout_params = None
+        if not optimizer:
+            state = self.programs.initial_state(state.params)
+            extra["num_sample_calls"] = 0
+        self.restore(state, extra)
 
-    def _extra(self) -> dict[str, Any]:
+    def restore(self, state: Trainable, extra: Mapping[str, Any]) -> None:
+        """Takes another state, with its `extra_state`; drops gradients that are not applied."""
+        self.state, self._num_sample_calls = state, extra["num_sample_calls"]
+        self._packer.set_state(extra["shapes"])
+        self.gradients = self._rollout_params = None
+
+    def extra_state(self) -> dict[str, Any]:
+        """The contents of a checkpoint beside the arrays, for JSON."""
         lora = self.config.lora
         return {
             "lora": {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets)},
@@ -260,7 +268,8 @@ class TrainingSession:
         )
 
 
-def _pass_result(data: Sequence[Datum], outputs: Any) -> PassResult:
+def pass_result(data: Sequence[Datum], outputs: Any) -> PassResult:
+    """The outputs of a program for some data."""
     loss, metrics, log_probs = jax.device_get(outputs)
     rows = [np.array(log_probs[i, : len(datum.tokens)]) for i, datum in enumerate(data)]
     return PassResult(float(loss), {name: float(v) for name, v in metrics.items()}, rows)

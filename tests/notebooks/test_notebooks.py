@@ -16,6 +16,7 @@ SHOWN = {
     "sft_then_dpo": (["model.safetensors"], 1),
     "agent_with_tools": (["888", "score 1.0 right is"], 1),
     "your_own_algorithm": (["has no 'rankd'"], 1),
+    "your_own_loop": (["warm start 500", "reward of the first steps", "loss of a function"], 1),
     "smollm2": (["config.json", "Paris", "score"], 0),
     "planning_a_pod": (["16 x v6e", "does not fit", "nearest run that fits"], 1),
     "reading_a_run": (["alerts/kl", "log-prob in the engine"], 1),

@@ -8,19 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_sessions import CONFIG, MODEL, base, close, data, session
 
 from jaxrl_llm.checkpoint.saver import CheckpointError
 from jaxrl_llm.config import (
     AlgorithmConfig,
     ConfigError,
-    DataConfig,
     LoraConfig,
     MeshConfig,
-    ModelConfig,
     OptimizerConfig,
-    RLConfig,
-    RLTrainerConfig,
-    RolloutConfig,
 )
 from jaxrl_llm.config.job import SFTConfig
 from jaxrl_llm.config.learner import SupervisedTrainerConfig
@@ -38,53 +34,7 @@ from jaxrl_llm.training_api.training_data import Datum, TrainingDataError, make_
 from jaxrl_llm.training_api.training_session import TrainingSession, TrainingSessionError
 from jaxrl_llm.types import Example, Minibatch
 
-SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
-MODEL = ModelConfig(**SIZES, head_size=8, mlp_size=48, remat="none")
-LORA = LoraConfig(rank=4, alpha=32.0)
-CONFIG = RLConfig(
-    model=MODEL,
-    lora=LORA,
-    data=DataConfig(max_prompt_tokens=32),
-    trainer=RLTrainerConfig(max_tokens_per_microbatch=64, prompts_per_step=4),
-    rollout=RolloutConfig(max_response_tokens=32, suppress_unused_tokens=False),
-)
 SUMMED = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
-
-
-@functools.cache
-def base(**settings):
-    return policy_base.load_base(dataclasses.replace(CONFIG, **settings))
-
-
-def session(seed=0, **settings):
-    """A session whose adapters already change something."""
-    made = TrainingSession(base(**settings), seed=seed)
-    random = np.random.default_rng(seed)
-    params = jax.tree.map(
-        lambda a: jax.device_put(a + random.normal(0, 0.1, a.shape).astype(a.dtype), a.sharding),
-        made.state.params,
-    )
-    made.state = dataclasses.replace(made.state, params=params)
-    return made
-
-
-@functools.cache
-def data(count=7, seed=0):
-    random = np.random.default_rng(seed)
-    vocab = base().models.policy.shape.vocab_size
-    made = []
-    for length in random.integers(5, 30, count):
-        fields = {name: random.normal(0, 1, length) for name in ("weights", "advantages")}
-        fields["old_log_probs"] = -random.uniform(2, 5, length)
-        made.append(Datum(tuple(random.integers(0, vocab, length).tolist()), fields))
-    return tuple(made)
-
-
-def close(actual, expected, tolerance=1e-6):
-    """All arrays within a share of their largest number."""
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        scale = max(float(np.abs(b).max()), 1e-30)
-        np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=tolerance)
 
 
 def test_cross_entropy_has_the_gradient_of_an_sft_job():
@@ -121,7 +71,7 @@ def test_cross_entropy_has_the_gradient_of_an_sft_job():
         (loss, _), expected = of_job(params)
     result = made.forward_backward(weighted)
     assert result.loss == pytest.approx(float(loss), rel=1e-6)
-    close(made._gradients, expected)
+    close(made.gradients, expected)
 
 
 @pytest.mark.slow
@@ -178,7 +128,7 @@ def test_a_policy_loss_of_ours_has_the_gradient_of_an_rl_job(monkeypatch):
     updater = update.make_updater(config, made._models, base().params, state)
     chosen = updater.replicate_batch(minibatch)
     after, _ = updater.update(state, chosen, batch.packed, jax.random.key(0))
-    close(made._gradients, after.policy.opt_state)
+    close(made.gradients, after.policy.opt_state)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +140,7 @@ def test_a_pass_is_the_sum_of_its_parts(loss):
     whole = made.forward_backward(data(), loss)
     parts = [other.forward_backward(data()[i::2], loss) for i in range(2)]
     assert whole.loss == pytest.approx(sum(part.loss for part in parts), rel=1e-5)
-    close(other._gradients, made._gradients, 2e-6)
+    close(other.gradients, made.gradients, 2e-6)
     total = 0.0
     for datum, log_probs in zip(data(), whole.log_probs, strict=True):
         weights, a, old = (
@@ -223,7 +173,7 @@ def test_a_loss_of_the_caller_and_targets_of_its_own():
     expected = other.forward_backward(as_weights)
     assert result.loss == pytest.approx(expected.loss, rel=1e-6)
     assert result.metrics == {"count": sum(len(d.tokens) - 1 for d in data())}
-    close(made._gradients, other._gradients)
+    close(made.gradients, other.gradients)
     # The last target is no input: a sequence with another last token scores it the same.
     tokens = list(data()[0].tokens)
     changed = [*tokens[:-1], (tokens[-1] + 1) % 50]
@@ -245,7 +195,7 @@ def test_updates_are_those_of_the_jobs_optimizer():
     params = AdamWParams(0.01, 0.9, 0.99, 1e-8, 0.1, 0.5)
     for step in range(4):
         made.forward_backward(data())
-        gradients_now = jax.tree.map(np.array, made._gradients)
+        gradients_now = jax.tree.map(np.array, made.gradients)
         updates, opt_state = transformation.update(gradients_now, opt_state, expected)
         expected = optax.apply_updates(expected, updates)
         metrics = made.optim_step(params)

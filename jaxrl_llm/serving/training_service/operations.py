@@ -19,6 +19,7 @@ from jaxrl_llm.serving.training_service.records import (
     utc_time,
 )
 from jaxrl_llm.serving.training_service.trained_model import (
+    CHANGES_STATE,
     PASS,
     Outcome,
     TrainedModel,
@@ -30,12 +31,17 @@ from jaxrl_llm.training_api.policy_base import PolicyBase
 # Tinker's losses that this server does not have; ours of one of these names is another.
 _OTHER_LOSSES = frozenset({"gspo", "stable_reinforce", "custom"})
 _MAX_JOURNAL = 128  # requests after which the state is saved anyway, unless it has gradients
-# Operations after which the state is saved: those that change weights or the optimizer.
-_CHANGES_STATE = frozenset({"create_model", "load_weights", "optim_step"})
 
 
 class UnsupportedError(UserError, ValueError):
     """A part of Tinker's API that this server does not have."""
+
+
+def checked_loss(request: wire.PassRequest) -> str:
+    """The name of the loss of a pass; raises UnsupportedError for one that is not ours."""
+    if request.loss in _OTHER_LOSSES:
+        raise UnsupportedError(f"loss_fn: {request.loss!r} is not supported by this server")
+    return request.loss
 
 
 class ModelOperations:
@@ -63,8 +69,7 @@ class ModelOperations:
         session = model.load_session(self._base)
         if operation.kind == PASS:
             request = wire.decode_pass(operation.body)
-            if request.loss in _OTHER_LOSSES:
-                raise UnsupportedError(f"loss_fn: {request.loss!r} is not supported by this server")
+            checked_loss(request)
             run = session.forward if request.forward_only else session.forward_backward
             result = run(request.data, request.loss, request.settings)
             outcome = Outcome("protobuf", wire.encode_pass_result(result))
@@ -74,7 +79,7 @@ class ModelOperations:
         kind, run_operation = self._operations[operation.kind]
         body = kind.model_validate_json(operation.body)
         values = run_operation(model, body, seq)
-        return Outcome.from_json(values), operation.kind in _CHANGES_STATE
+        return Outcome.from_json(values), operation.kind in CHANGES_STATE
 
     def _create(self, model: TrainedModel, body: bodies.CreateModelBody, seq: int) -> Json:
         return {"model_id": model.id, "type": "create_model"}

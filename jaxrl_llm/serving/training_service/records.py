@@ -146,10 +146,17 @@ class Records:
         return self.path("checkpoints", path.model_id, path.kind, path.name)
 
     def checkpoint(self, owner: str, path: CheckpointPath) -> Json:
+        """The record of an owner's checkpoint; raises RecordNotFoundError."""
+        record = self.checkpoint_of_anyone(path)
+        if record["owner"] != owner:
+            raise RecordNotFoundError(f"checkpoint {str(path)!r}: not found")
+        return record
+
+    def checkpoint_of_anyone(self, path: CheckpointPath) -> Json:
         """The record of a checkpoint; raises RecordNotFoundError."""
         file = self.checkpoint_folder(path) / "meta.json"
         record = json.loads(file.read_text()) if file.is_file() else {}
-        if record.get("owner") != owner or _is_expired(record):
+        if not record or _is_expired(record):
             raise RecordNotFoundError(f"checkpoint {str(path)!r}: not found")
         return record
 

@@ -47,6 +47,10 @@ _STATUS: Mapping[type[Exception], int] = {
     QueueFullError: 429,
     SamplersBusyError: 429,
 }
+_FULL_FINE_TUNING = (
+    "lora_config.rank: 0, or none; clients share the base, so this server trains adapters alone."
+    " Train all weights with jaxrl_llm.training_session or a job"
+)
 _UNEMBED_WARNING = (
     "train_unembed is ignored: this server has no adapters of the unembedding. It trains those of"
     " attention and MLP."
@@ -102,8 +106,8 @@ class TrainingService:
                 f"optimizer_config: {body.optimizer_config.type[:100]!r}; this server has adamw",
             )
         config = body.lora_config
-        if config is None:
-            raise ApiError(400, "lora_config: required; this server trains adapters alone")
+        if config is None or not config.rank:
+            raise ApiError(400, _FULL_FINE_TUNING)
         if not 1 <= config.rank <= self.max_rank:
             raise ApiError(
                 400,

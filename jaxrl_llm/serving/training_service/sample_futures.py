@@ -14,6 +14,7 @@ from jaxrl_llm.serving.training_service.operations import UnsupportedError
 from jaxrl_llm.serving.training_service.records import (
     CheckpointPath,
     RecordError,
+    RecordNotFoundError,
     Records,
 )
 from jaxrl_llm.serving.training_service.sampler_pool import (
@@ -38,6 +39,22 @@ class SampleFutures:
         self._tasks: collections.OrderedDict[str, tuple[str, asyncio.Task[Outcome]]] = (
             collections.OrderedDict()
         )
+
+    def load_sampler(self, name: str) -> None:
+        """Loads saved weights that OpenAI's endpoints name as a model, if they are there.
+
+        Raises:
+          SamplersBusyError: If every place is used by requests that run.
+        """
+        try:
+            path = CheckpointPath.parse(name)
+            self._records.checkpoint_of_anyone(path)
+        except (RecordError, RecordNotFoundError):
+            return
+        if path.kind == "sampler_weights":
+            folder = self._records.checkpoint_folder(path) / "adapters"
+            with self._pool.lease(name, str(folder)):
+                return
 
     async def start(self, owner: str, body: SampleBody) -> tuple[str, int]:
         """Starts a request; returns its id and the number of samples. A retry starts nothing.

@@ -119,6 +119,7 @@ def training_service(
             api_keys=api_keys,
         )
         app.include_router(training_routes(service))
+        pool.connect_source(samples.load_sampler)
         if api_keys:
             app.add_middleware(_close_other_paths)
         queue.start()

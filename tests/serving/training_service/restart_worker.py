@@ -14,48 +14,20 @@ import sys
 
 import jax
 import numpy as np
+from training_requests import CREATE, model_record, pass_body, step_body
 
 from jaxrl_llm import saved_policy
-from jaxrl_llm.serving.training_service import protobuf, service, trained_model
+from jaxrl_llm.serving.training_service import service, trained_model
 from jaxrl_llm.serving.training_service.operations import ModelOperations
 from jaxrl_llm.serving.training_service.records import Records
 from jaxrl_llm.serving.training_service.trained_model import PASS, TrainedModel, TrainingOperation
 from jaxrl_llm.serving.training_service.training_queue import TrainingQueue
 
 MODEL, OWNER = "session:train:0", "owner"
-RECORD = {
-    "owner": OWNER,
-    "session_id": "session",
-    "base_model": "base",
-    "lora": {"rank": 2, "alpha": 32.0, "targets": ["q", "v", "up"]},
-    "seed": 3,
-    "created": "",
-    "user_metadata": None,
-}
-
-
-def pass_body(seq):
-    """A pass over two sequences, in Tinker's protobuf."""
-    data = []
-    for start in (seq, 2 * seq):
-        tokens = (np.arange(12) * 7 + start) % 250
-        inputs = protobuf.encode((1, protobuf.encode((1, tokens[:-1].astype("<i4").tobytes()))))
-        target = protobuf.encode((1, tokens[1:].astype("<i8").tobytes()), (3, 2))
-        weights = protobuf.encode((1, np.ones(11, "<f4").tobytes()), (3, 1))
-        entries = (("target_tokens", target), ("weights", weights))
-        maps = ((2, protobuf.encode((1, name), (2, tensor))) for name, tensor in entries)
-        data.append((3, protobuf.encode((1, inputs), *maps)))
-    return protobuf.encode((1, MODEL), (2, seq), *data, (4, "cross_entropy"))
-
-
-def step_body(seq):
-    adam = {"learning_rate": 0.01}
-    return json.dumps({"model_id": MODEL, "seq_id": seq, "adam_params": adam}).encode()
-
-
+RECORD = model_record(OWNER, seed=3)
 OPERATIONS = {
-    **{seq: TrainingOperation(PASS, pass_body(seq)) for seq in (1, 2, 4, 5)},
-    **{seq: TrainingOperation("optim_step", step_body(seq)) for seq in (3, 6)},
+    **{seq: TrainingOperation(PASS, pass_body(MODEL, seq)) for seq in (1, 2, 4, 5)},
+    **{seq: TrainingOperation("optim_step", step_body(MODEL, seq)) for seq in (3, 6)},
 }
 
 
@@ -89,8 +61,7 @@ def main(model, state, point, seq):
     base = service.load_training_base(source, 64)
     queue = TrainingQueue(base, Records(pathlib.Path(state)), 2)
     queue.start()
-    body = {"session_id": "session", "model_seq_id": 0, "base_model": "base"}
-    queue.create(MODEL, RECORD, TrainingOperation("create_model", json.dumps(body).encode()))
+    queue.create(MODEL, RECORD, CREATE)
     for number, operation in OPERATIONS.items():
         queue.submit(OWNER, MODEL, number, operation)
     digest = hashlib.sha256()

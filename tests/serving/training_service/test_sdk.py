@@ -214,6 +214,27 @@ def test_checkpoints_are_saved_loaded_listed_downloaded_and_deleted(client, serv
         client.create_training_client_from_state(saved).result()
 
 
+def test_openai_endpoints_serve_every_saved_sampler_by_name(client, service_url):
+    """More samplers than the two places of the engine: those used longest ago make way."""
+    import httpx
+
+    training = client.create_lora_training_client("base", rank=2, seed=11).result()
+    names, texts = [], []
+    for number in range(3):
+        training.forward_backward([datum(TOKENS)], "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=0.3)).result()
+        names.append(training.save_weights_for_sampler(f"openai-{number}").result().path)
+    for name in (*names, names[0]):
+        body = {"model": name, "prompt": "over the", "max_tokens": 8, "temperature": 0}
+        reply = httpx.post(f"{service_url}/v1/completions", json=body, timeout=300)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["model"] == name
+        texts.append(reply.json()["choices"][0]["text"])
+    assert texts[0] == texts[3] and len(set(texts)) > 1
+    missing = {"model": names[0] + "-none", "prompt": "a", "max_tokens": 1}
+    assert httpx.post(f"{service_url}/v1/completions", json=missing).status_code == 404
+
+
 def test_clients_do_not_disturb_or_read_each_other(client, service_url):
     pairs = [client.create_lora_training_client("base", rank=2, seed=s).result() for s in (7, 8)]
     alone = client.create_lora_training_client("base", rank=2, seed=7).result()
@@ -239,6 +260,8 @@ def test_clients_do_not_disturb_or_read_each_other(client, service_url):
 def test_what_is_not_supported_says_so(client):
     with pytest.raises(tinker.BadRequestError, match="rank: 64; use 1 to 4, or start the server"):
         client.create_lora_training_client("base", rank=64).result()
+    with pytest.raises(tinker.BadRequestError, match="all weights with jaxrl_llm"):
+        client.create_lora_training_client("base", rank=0).result()
     with pytest.raises(tinker.BadRequestError, match="'other' is not trained here; use 'base'"):
         client.create_lora_training_client("other", rank=2).result()
     with pytest.raises(tinker.BadRequestError, match="train_unembed is ignored"):
