@@ -25,7 +25,7 @@ def get_config():
 
     config.data.task = "products"
     config.data.arithmetic_train_prompts = 7000
-    config.data.arithmetic_errors = 0.85
+    config.data.arithmetic_errors = 0.8
     config.data.max_prompt_tokens = 24
     config.rollout.max_response_tokens = 48
     config.agent.tools = ("calculator",)
@@ -33,7 +33,7 @@ def get_config():
     config.rewards.functions.answer = {"function": "arithmetic"}
 
     # Copying begins after some 200 steps, of whatever size; that of numbers of three digits later.
-    config.warm_start.num_steps = 2000
+    config.warm_start.num_steps = 3500
     config.warm_start.batch_size = 16
     config.warm_start.save_every = 1000
     config.warm_start.optimizer.learning_rate = 2e-3
