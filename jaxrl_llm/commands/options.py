@@ -328,7 +328,7 @@ class ConfigsOptions(Options):
 
 
 class EnvsOptions(Options):
-    """Lists the environments and tasks of other packages, and which are installed."""
+    """Lists the environments and tasks that other packages bring."""
 
     module = "envs"
 

@@ -85,8 +85,10 @@ def test_run_output_is_readable(grpo_run):
     assert [int(line[5 : line.index("/")]) for line in told] == evaluated
     end = out[out.index(told[-1]) + 1 :]
     assert end[0].startswith("done in ") and end[1].split() == ["step", "0", "step", "12"]
-    assert [line.split()[0] for line in end[-3:]] == ["numbers", "samples", "weights"]
-    assert all(pathlib.Path(line.split()[1]).exists() for line in end[-3:])
+    assert [line.split()[0] for line in end[-4:]] == [
+        "numbers", "samples", "weights", "goodput"
+    ]  # fmt: skip
+    assert all(pathlib.Path(line.split()[1]).exists() for line in end[-4:-1])
     err = (grpo_run.parent / "stderr").read_text()
     assert not re.search(r"^[IWEF]\d{4} |0\.000 MB|read_only|PyTorch", err, re.MULTILINE), err
 
