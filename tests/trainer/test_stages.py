@@ -49,7 +49,11 @@ VALUES = {
         "save_every": 5,
         "optimizer": {"learning_rate": 3e-3},
     },
-    "preference": {"num_steps": 150, "batch_size": 32, "optimizer": {"learning_rate": 2e-3}},
+    "preference": {  # the learning rate falls, so that the last update is not a large one
+        "num_steps": 200,
+        "batch_size": 32,
+        "optimizer": {"learning_rate": 2e-3, "schedule": "cosine"},
+    },
     "metrics": {"tensorboard": False, "console": False},
 }
 CONFIG = from_config_dict(VALUES)
@@ -320,6 +324,7 @@ def test_the_whole_run_as_a_function(tmp_path):
         "reward_models",
         "checkpoints",
         "metrics.jsonl",
+        "goodput.jsonl",
         "rollouts",
     }
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
