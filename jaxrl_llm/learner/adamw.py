@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config import OptimizerConfig
 from jaxrl_llm.config.validation import Range, field_rules
@@ -49,7 +49,7 @@ class AdamWParams:
         What a float32 beta would spoil is computed here in float64: 1 - 0.999 has four digits fewer
         after rounding.
         """
-        logs = [math.log(beta) if beta else -math.inf for beta in (self.beta1, self.beta2)]
+        logs = [log_beta(beta) for beta in (self.beta1, self.beta2)]
         numbers = (
             self.learning_rate,
             (self.beta1, 1.0 - self.beta1, logs[0]),
@@ -72,11 +72,21 @@ class AdamWInputs(NamedTuple):
     max_grad_norm: Float[Array, ""]
 
 
+def log_beta(beta: float) -> float:
+    """The logarithm of a decay of moments, that of 0 too."""
+    return math.log(beta) if beta else -math.inf
+
+
+def bias_correction(log_beta: float | Float[Array, ""], count: Int[Array, ""]) -> Float[Array, ""]:
+    """`1 - beta**count` with all digits of float32."""
+    return -jnp.expm1(count.astype(jnp.float32) * log_beta)
+
+
 def adamw(inputs: AdamWInputs) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW, for float32 gradients; to be made inside a trace."""
 
     def bias_corrected(moment: Tree, log_beta: Array, count: Array) -> Tree:
-        correction = -jnp.expm1(count.astype(jnp.float32) * log_beta)
+        correction = bias_correction(log_beta, count)
         return jax.tree.map(lambda m: m / correction, moment)
 
     def update(gradients: Tree, state: optax.ScaleByAdamState, params: Tree = None):

@@ -23,6 +23,7 @@ from jaxrl_llm.learner import (
     router_replay,
     schedule_free,
 )
+from jaxrl_llm.learner.adamw import bias_correction, log_beta
 from jaxrl_llm.models import finite
 
 Tree = Any
@@ -163,11 +164,11 @@ def _scale_by_moments(config: OptimizerConfig) -> optax.GradientTransformation:
 
     def muon_update(path, count: Array, inputs: _LeafUpdate, layers: Array) -> _LeafUpdate:
         gradient, first, second = inputs
-        beta = config.muon_beta
+        beta, logarithm = config.muon_beta, log_beta(config.muon_beta)
         first = optax.tree.update_moment(gradient, _float_moment(first), beta, 1)
         corrections = (
-            schedule_free.bias_correction(beta, count),
-            schedule_free.bias_correction(beta, count + 1),
+            bias_correction(logarithm, count),
+            bias_correction(logarithm, count + 1),
         )
         update = muon.muon_direction(gradient, first, beta, corrections)
         return _LeafUpdate(update, _stored_first(config, path, first), second)
@@ -176,8 +177,8 @@ def _scale_by_moments(config: OptimizerConfig) -> optax.GradientTransformation:
         gradient, first, second = inputs
         first = optax.tree.update_moment(gradient, _float_moment(first), beta1, 1)
         second = optax.tree.update_moment_per_elem_norm(gradient, _float_moment(second), beta2, 2)
-        corrected = first / schedule_free.bias_correction(beta1, count).astype(first.dtype)
-        root = jnp.sqrt(second / schedule_free.bias_correction(beta2, count))
+        corrected = first / bias_correction(log_beta(beta1), count).astype(first.dtype)
+        root = jnp.sqrt(second / bias_correction(log_beta(beta2), count))
         update = corrected / (root + config.eps)
         first = _stored_first(config, path, first)
         return _LeafUpdate(update, first, _stored_second(config, path, second, count, layers))

@@ -5,7 +5,6 @@ exported. The state has the weights `z` that AdamW moves. Gradients are taken be
 `y = (1 - beta1) z + beta1 x`, so there is no first moment.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config import OptimizerConfig
 from jaxrl_llm.learner import router_replay
+from jaxrl_llm.learner.adamw import bias_correction, log_beta
 
 Tree = Any
 
@@ -37,11 +37,6 @@ def gradient_point(beta1: float, params: Tree, state: ScheduleFreeState) -> Tree
         params,
         state.z,
     )
-
-
-def bias_correction(beta: float, count: Int[Array, ""]) -> Float[Array, ""]:
-    """`1 - beta**count` with all digits of float32."""
-    return -jnp.expm1(count.astype(jnp.float32) * (math.log(beta) if beta else -math.inf))
 
 
 def schedule_free_adamw(
@@ -70,7 +65,7 @@ def schedule_free_adamw(
     def update(gradients: Tree, state: ScheduleFreeState, params: Tree):
         count = optax.safe_increment(state.num_updates)
         second = optax.tree.update_moment_per_elem_norm(gradients, state.nu, config.beta2, 2)
-        correction = bias_correction(config.beta2, count)
+        correction = bias_correction(log_beta(config.beta2), count)
         steps = jax.tree.map(
             lambda g, v: g / (jnp.sqrt(v / correction) + config.eps), gradients, second
         )
