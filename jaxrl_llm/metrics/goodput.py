@@ -118,26 +118,15 @@ def read_records(workdir: pathlib.Path) -> list[Record]:
     return records
 
 
-def summary_line(workdir: pathlib.Path) -> str:
-    """The goodput of a run and where the rest of the time went, largest first; "": no records."""
-    run = Breakdown(read_records(workdir))
-    total = sum(run.parts.values())
-    if not total:
-        return ""
-    rest = sorted(((s / total, name) for name, s in run.parts.items() if name != "steps"))
-    texts = [f"{name} {part:.0%}" for part, name in reversed(rest) if part >= 0.005]
-    return "; ".join([f"{run.goodput:.0%} of the time in steps that counted", ", ".join(texts)])
-
-
 class GoodputLog(contextlib.ExitStack):
-    """Writes the records of this process; only process 0 has one.
+    """The records of this process, which process 0 writes.
 
     A record that cannot be written is logged, not raised: it says nothing about the training.
     """
 
     def __init__(
         self,
-        workdir: pathlib.Path,
+        workdir: pathlib.Path | None,
         began: float,
         resumed_step: int,
         stages_s: float = 0.0,
@@ -146,6 +135,7 @@ class GoodputLog(contextlib.ExitStack):
     ):
         """
         Args:
+          workdir: The run's folder; None: another process writes.
           began: Unix time at which this process began the run.
           resumed_step: Completed steps of the checkpoint that it resumed from.
           stages_s: Seconds of stages before the first step.
@@ -153,8 +143,10 @@ class GoodputLog(contextlib.ExitStack):
         """
         super().__init__()
         self._now, self._stages_s = now, stages_s
-        self._run = Breakdown(read_records(workdir))
-        self._write = self._open(workdir / FILE_NAME, check_owner)
+        self._run = Breakdown(() if workdir is None else read_records(workdir))
+        self._write: Callable[[bytes], Any] = lambda line: None
+        if workdir is not None:
+            self._write = self._open(workdir / FILE_NAME, check_owner)
         self._compilations: list[tuple[float, float]] = []  # begin and end of each, all threads
         self._seconds: dict[str, float] = {}  # of the step, by part
         self._begin = began
@@ -204,6 +196,14 @@ class GoodputLog(contextlib.ExitStack):
         step = max(0.0, now - self._begin - sum(self._step_seconds(now).values()))
         total = sum(self._run.parts.values()) + now - (self._run.last or now)
         return (self._run.parts["steps"] + step) / total if total > 0 else 1.0
+
+    def summary(self) -> str:
+        """The goodput of the run and where the rest of the time went, largest first."""
+        total = sum(self._run.parts.values())
+        rest = [(s / total, name) for name, s in self._run.parts.items() if name != "steps" and s]
+        texts = [f"{name} {part:.0%}" for part, name in sorted(rest, reverse=True) if part >= 0.005]
+        counted = f"{self._run.goodput:.0%} of the time in steps that counted"
+        return "; ".join([counted, ", ".join(texts)])
 
     def _append(self, record: Record) -> None:
         self._run.add(record)

@@ -73,7 +73,7 @@ class TrainingRun(contextlib.ExitStack):
         self._outer = outer
         self._began = time.time()
         self._stages_s = 0.0  # seconds of stages that have ended
-        self.goodput: GoodputLog | None = None  # of process 0, in the loop of a whole run
+        self.goodput: GoodputLog | None = None  # in the loop of a whole run
         grace_s = config.checkpoint.grace_s
         self.interruption: InterruptionHandler = (
             outer.interruption if outer else InterruptionHandler(grace_s)
@@ -118,7 +118,7 @@ class TrainingRun(contextlib.ExitStack):
         )
         self.planned_bytes = planned_bytes
         self._shape = models.policy.shape
-        self._print_result: Callable[[int, str], None] = lambda step, reason: None
+        self._print_result: Callable[[int, str, str], None] = lambda *_: None
         if not self._outer:
             self._print_result = run_banner.print_banner(
                 self.config, models, planned_bytes, self.workdir
@@ -173,10 +173,15 @@ class TrainingRun(contextlib.ExitStack):
             )
         )
         self._profiler = self.enter_context(Profiler(config.profiler, workdir / "profile"))
-        if multihost.is_first() and not self._outer:  # a stage is a part of its run's time
-            resumed, stages_s = self.resumed_step, self._stages_s
+        if not self._outer:  # a stage is a part of its run's time
             self.goodput = self.enter_context(
-                GoodputLog(workdir, self._began, resumed, stages_s, self._check_owner)
+                GoodputLog(
+                    workdir if multihost.is_first() else None,
+                    self._began,
+                    self.resumed_step,
+                    self._stages_s,
+                    self._check_owner,
+                )
             )
         return state
 
@@ -198,9 +203,11 @@ class TrainingRun(contextlib.ExitStack):
             yield step
         with console.show_progress("saving the last step"):
             self._saver.close()
+        goodput = ""
         if self.goodput is not None:
             self.goodput.end()
-        self._print_result(self.total_steps, self.stop_check.reason)
+            goodput = self.goodput.summary()
+        self._print_result(self.total_steps, self.stop_check.reason, goodput)
 
     def begin_step(self, step: int, state: Any) -> Clock:
         """Begins a step: a stop before `commit_step` saves `state` and raises `Interrupted`."""
@@ -244,13 +251,13 @@ class TrainingRun(contextlib.ExitStack):
         `numbers` (with `Clock.seconds()`) and those of the `evaluation` may be on devices.
         """
         numbers = kv_store_broadcast.device_get({**numbers, **evaluation})
+        if self.goodput is not None:
+            self.goodput.add("evaluation", float(numbers.get("timing_s/testing", 0.0)))
+            numbers = {**numbers, "perf/goodput": self.goodput.goodput}
         alert_metrics = self.alerts.check(step, numbers)
         stop_metrics = self.stop_check.check(step, numbers, bool(evaluation))
         if self.stop_check.reason:
             self.total_steps = step
-        if self.goodput is not None:
-            numbers = {**numbers, "perf/goodput": self.goodput.goodput}
-            self.goodput.add("evaluation", float(numbers.get("timing_s/testing", 0.0)))
         is_noteworthy = any({**alert_metrics, **stop_metrics}.values())
         if self.writer.is_due(step) or evaluation or is_noteworthy:
             self.writer.write(step, numbers, alert_metrics, stop_metrics)

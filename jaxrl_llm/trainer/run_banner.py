@@ -10,7 +10,6 @@ import jax
 from jaxrl_llm import console
 from jaxrl_llm.config import JobConfig
 from jaxrl_llm.learner.job_models import Models
-from jaxrl_llm.metrics import goodput
 from jaxrl_llm.planning import accelerators
 from jaxrl_llm.planning.accelerators import GIB
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -20,20 +19,21 @@ from jaxrl_llm.storage import files, line_log
 
 def print_banner(
     config: JobConfig, models: Models, planned_bytes: float, workdir: pathlib.Path
-) -> Callable[[int, str], None]:
+) -> Callable[[int, str, str], None]:
     """Prints the banner of a run; returns a function that prints its result after the last step.
 
-    The function gets the last step, and why the run ended before `num_steps`, if it did.
+    The function gets the last step, why the run ended before `num_steps`, if it did, and the line
+    about its goodput, "" without one.
 
     `planned_bytes` is the planned peak of a device.
     """
     if not (config.metrics.console and multihost.is_first()):
-        return lambda step, reason: None
+        return lambda *_: None
     begin = time.monotonic()
     for name, text in _banner_lines(config, models, planned_bytes, workdir).items():
         print(f"{name:<7}  {text}", flush=True)
 
-    def close(step: int, reason: str) -> None:
+    def close(step: int, reason: str, goodput: str) -> None:
         dumps = [workdir / "rollouts" / name for name in files.names(workdir / "rollouts")]
         dumps = [path for path in dumps if path.suffix == ".jsonl" and path.stem.isdecimal()]
         dumps.sort(key=lambda path: int(path.stem))
@@ -45,8 +45,8 @@ def print_banner(
         except FileNotFoundError:
             metrics = b""
         console.print_summary(metrics, time.monotonic() - begin, outputs, reason)
-        if line := goodput.summary_line(workdir):
-            print(f"{'goodput':<12}{line}", flush=True)
+        if goodput:
+            print(f"{'goodput':<12}{goodput}", flush=True)
 
     return close
 

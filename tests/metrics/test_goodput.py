@@ -41,13 +41,13 @@ def test_parts_sum_to_the_time_of_all_processes(tmp_path):
         log.begin_step()
         log.end_step(2)
         log.end()
+        line = log.summary()
     found = parts(tmp_path)
     assert found == {
         **{"start": 5.0, "steps": 2.75 + 3.0, "save": 2.0, "evaluation": 0.25},
         **{"down": 10.0, "stages": 2.0, "lost": 2.0},
     }
     assert sum(found.values()) == 37.0 - 10.0
-    line = goodput.summary_line(tmp_path)
     assert line.startswith("21% of the time in steps that counted; down 37%, start 19%, ")
     assert "compile" not in line
 
@@ -61,8 +61,14 @@ def test_a_clock_that_goes_back_gives_no_negative_time(tmp_path):
     assert parts(tmp_path) == {"steps": 3.0}
 
 
-def test_a_folder_without_records_has_no_summary(tmp_path):
-    assert goodput.summary_line(tmp_path) == ""
+def test_a_process_that_does_not_write_measures_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with log_of(None, [1.0, 2.0, 2.0, 3.0], began=0.0, resumed_step=0) as log:
+        log.begin_step()
+        log.end_step(1)
+        log.begin_step()
+        assert log.goodput == 2 / 3
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_full_disk_ends_no_run(tmp_path, monkeypatch, caplog):
@@ -95,3 +101,7 @@ def test_a_resumed_run_counts_what_it_lost(tmp_path, one_device):
     lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
     shares = [line["data"]["perf/goodput"] for line in lines if "actor/loss" in line["data"]]
     assert len(shares) == 2 and all(0 <= value < 1 for value in shares)
+    # A condition may name it.
+    settings |= {"trainer.num_steps": 4, "trainer.stop_when": "perf/goodput>0"}
+    rl.train(runs.config("grpo_tiny", settings), tmp_path / "run")
+    assert [*runs.metrics(tmp_path / "run")][-1] == 3
