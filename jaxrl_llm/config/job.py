@@ -510,7 +510,7 @@ class RLConfig(JobConfig):
                     yield f"rewards.{group}.{name}.pairs", f"{message}, name files of them"
 
     def _teacher_rules(self) -> Problems:
-        if self.rewards.has_terms or self.agent.gives_rewards:
+        if self.rewards.reward_terms or self.agent.gives_rewards:
             return
         if not self.distillation.teachers:
             message = "no reward at all; add rewards.functions or rewards.models, or"

@@ -449,13 +449,13 @@ class RewardsConfig(ConfigGroup):
                 yield f"{kind}models", f"names used twice: {', '.join(sorted(shared))}"
 
     @property
-    def has_terms(self) -> bool:
-        """Whether anything but environments gives rewards."""
-        return bool(self.functions or self.models or self.judges)
+    def reward_terms(self) -> dict[str, RewardFunctionConfig | RewardModelConfig | JudgeConfig]:
+        """The terms of the score, without those of environments and costs."""
+        return {**self.functions, **self.models, **self.judges}
 
     def term_rules(self, name: str) -> Problems:
         """Yields a problem if dynamic sampling compares a term that there is not; "": the score."""
-        known = *self.functions, *self.models, *self.judges, "environment"
+        known = *self.reward_terms, "environment"
         if name and name not in known:
             message = f"no reward term {name!r}; known: {', '.join(known)}"
             yield "algorithm.dynamic_sampling_term", message

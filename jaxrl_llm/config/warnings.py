@@ -88,9 +88,7 @@ def algorithm_warnings(algorithm: AlgorithmConfig, max_response_tokens: int) -> 
 
 def reward_warnings(rewards: RewardsConfig, environments: bool) -> Iterator[str]:
     """Rewards that are the same whatever is answered."""
-    weights = [function.weight for function in rewards.functions.values()]
-    weights += [model.weight for model in rewards.models.values()]
-    weights += [judge.weight for judge in rewards.judges.values()]
+    weights = [term.weight for term in rewards.reward_terms.values()]
     if environments:
         weights.append(rewards.environment_weight)
     if weights and not any(weights):

@@ -94,8 +94,7 @@ def check_sources(
     `locations`: their files and rows, if known. Sources in `distilled_sources` need no reward, as
     in `check_rewards`.
     """
-    terms: dict[str, TermConfig] = {**config.functions, **config.models, **config.judges}
-    covered = {name: term.data_source for name, term in terms.items()}
+    covered = {name: term.data_source for name, term in config.reward_terms.items()}
     scored = {*covered.values(), *distilled_sources}
     if "*" in scored:
         return
@@ -128,11 +127,7 @@ class RolloutScorer(contextlib.AbstractContextManager["RolloutScorer"]):
             problem = f"scorers were given for {sorted(model_scorers)}; give one for each"
             raise RewardError(f"config.rewards names the models {sorted(model_names)}, {problem}")
         self._config, self._taught, self._environments = config, distilled_sources, environments
-        self._reward_terms: dict[str, TermConfig] = {
-            **config.functions,
-            **config.models,
-            **config.judges,
-        }
+        self._reward_terms = config.reward_terms
         self._cost_terms: dict[str, TermConfig] = {**config.cost_functions, **config.cost_models}
         if shared := sorted(set(self._reward_terms) & set(self._cost_terms)):
             raise RewardError(f"config.rewards: {shared} name a reward and a cost; rename one")

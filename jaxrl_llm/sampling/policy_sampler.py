@@ -219,7 +219,8 @@ def response_grammar(config: RLConfig, models: Models) -> Grammar | None:
         structured_outputs.json_part(config.rollout.json_schema), "config.rollout.schema"
     )
     try:
-        return _grammar_compiler(models).compile(source)
+        compiler = _grammar_compiler(models.tokenizer, models.policy.shape.vocab_size)
+        return compiler.compile(source)
     except GrammarError as error:
         raise ConfigError(str(error)) from error
 
@@ -229,11 +230,9 @@ def strict_tool_grammars(config: RLConfig, models: Models) -> StrictToolGrammars
     if not config.agent.strict_tools:
         return None
     tokenizer = models.tokenizer
+    compiler = _grammar_compiler(tokenizer, models.policy.shape.vocab_size)
     return StrictToolGrammars(
-        _grammar_compiler(models),
-        tokenizer,
-        call_format(config.agent, tokenizer),
-        models.eos_tokens,
+        compiler, tokenizer, call_format(config.agent, tokenizer), models.eos_tokens
     )
 
 
@@ -248,8 +247,8 @@ def check_strict_tools(config: RLConfig, models: Models, prompts: Iterable[Promp
         raise ConfigError(str(error)) from error
 
 
-def _grammar_compiler(models: Models) -> structured_outputs.GrammarCompiler:
-    return structured_outputs.GrammarCompiler(models.tokenizer, models.policy.shape.vocab_size)
+# A run checks its grammars before it makes its sampler: both share the compiled ones.
+_grammar_compiler = functools.lru_cache(maxsize=1)(structured_outputs.GrammarCompiler)
 
 
 def make_sampler(

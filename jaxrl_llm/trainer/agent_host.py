@@ -41,8 +41,5 @@ def make_agent_host(
         call_format=call_format(config.agent, models.tokenizer),
         constrains_replies=config.rollout.support_tokens > 0,
     )
-    rewards = config.rewards
-    judged_sources = {term.data_source for term in rewards.functions.values()}
-    judged_sources |= {term.data_source for term in rewards.models.values()}
-    judged_sources |= {term.data_source for term in rewards.judges.values()}
+    judged_sources = {term.data_source for term in config.rewards.reward_terms.values()}
     return HarnessManager(config.agent, served, judged_sources)

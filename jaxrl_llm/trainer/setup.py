@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import pathlib
 import time
 from collections.abc import Sequence
@@ -117,7 +118,7 @@ def validate_run(
     held_out = datasets.Dataset(())
     if config.evaluation.is_enabled:
         held_out = load("eval")
-    prompts = (*training_set.prompts, *held_out.prompts)
+    prompts = itertools.chain(training_set.prompts, held_out.prompts)
     policy_sampler_lib.check_strict_tools(config, models, prompts)
     splits = truth_checks.without_unreadable_truths({
         "train": (training_set, config.rewards),
