@@ -7,9 +7,7 @@ player is compared with others in its own seat. Moves are constrained to those t
 files. In evaluations the policy plays against random moves, in both seats.
 """
 
-import json
 import random
-import urllib.request
 
 from jaxrl_llm.config.bridge import default_config_dict
 
@@ -19,15 +17,10 @@ MIN_STICKS, MAX_STICKS, MAX_TAKEN = 7, 15, 3
 
 def ask(base_url, messages, sticks):
     """The number of sticks that the policy at an address takes, and its reply as a message."""
+    from jaxrl_llm.agents.harness import ask_policy
+
     choices = [str(number) for number in range(1, min(MAX_TAKEN, sticks) + 1)]
-    body = {"model": "policy", "messages": messages, "guided_choice": choices, "max_tokens": 4}
-    request = urllib.request.Request(
-        f"{base_url}/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as reply:
-        message = json.load(reply)["choices"][0]["message"]
+    message = ask_policy(base_url, messages, guided_choice=choices, max_tokens=4)
     return int(message["content"]), message
 
 

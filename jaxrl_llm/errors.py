@@ -1,5 +1,6 @@
 """Base classes of errors that a user can fix, and exit codes."""
 
+import difflib
 import importlib
 from collections.abc import Iterable, Sequence
 
@@ -37,6 +38,16 @@ def check_package(package: str, extra: str, where: str) -> None:
     except ImportError as error:
         remedy = f"pip install 'jaxrl_llm[{extra}]', or leave it out"
         raise ConfigError(f"{where} needs the package {package} ({error}); {remedy}") from error
+
+
+def name_hint(name: str, known: Iterable[str], listing: str, cutoff: float = 0.5) -> str:
+    """Which known names an unknown one may mean; if none is near, the command that lists them.
+
+    >>> name_hint("chess", ["Chess-v0", "Nim-v0"], "envs --names=games")
+    'did you mean Chess-v0?'
+    """
+    similar = difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
+    return f"did you mean {', '.join(similar)}?" if similar else f"{listing} lists all"
 
 
 class Interrupted(KeyboardInterrupt):

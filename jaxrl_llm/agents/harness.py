@@ -14,6 +14,7 @@ import shlex
 import shutil
 import signal
 import tempfile
+import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -86,6 +87,25 @@ def role_address(base_url: str, role: str) -> str:
     'http://127.0.0.1:80/session/0f/role/solver/v1'
     """
     return f"{base_url.removesuffix('/v1')}/role/{role}/v1"
+
+
+def ask_policy(
+    base_url: str, messages: Sequence[Mapping[str, Any]], **fields: Any
+) -> dict[str, Any]:
+    """The policy's reply to a dialogue, as a message; an `urllib.error.HTTPError` if it is refused.
+
+    Args:
+      base_url: Of a session or of one role in it.
+      fields: Further fields of the request, such as `max_tokens`.
+    """
+    body = {"model": "policy", "messages": messages, **fields}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(
+        f"{base_url}/chat/completions", json.dumps(body).encode(), headers
+    )
+    with urllib.request.urlopen(request) as reply:
+        message: dict[str, Any] = json.load(reply)["choices"][0]["message"]
+    return message
 
 
 def session_variables(base_url: str) -> dict[str, str]:

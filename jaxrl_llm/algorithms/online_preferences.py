@@ -112,7 +112,7 @@ def nash_md(
     members: RowMask,
     config: AlgorithmConfig,
 ) -> PerRow:
-    """Returns how much likelier than not a response beats one of the mixture policy.
+    """Returns the probability, less one half, that a response beats one of the mixture policy.
 
         sum_j w_j (sigmoid(score - score_j) - 1/2) / sum_j w_j,    w_j = exp(-c margin_j)
 

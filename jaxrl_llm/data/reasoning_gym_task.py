@@ -4,7 +4,6 @@ The problems are made in a process of its own, whose hashes of texts are not ran
 draw from sets, and all hosts of a run, and a resumed run, must get the same rows.
 """
 
-import difflib
 import functools
 import itertools
 import json
@@ -18,7 +17,7 @@ from typing import Any
 from jaxrl_llm.config.rollout_data import ReasoningGymConfig
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.typed_json import to_typed_json
-from jaxrl_llm.errors import UserError, check_package
+from jaxrl_llm.errors import UserError, check_package, name_hint
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +79,7 @@ def make_dataset(name: str, level: int, settings: str, seed: int = 0, size: int 
     from reasoning_gym import factory
 
     if name not in factory.DATASETS:
-        similar = difflib.get_close_matches(name, factory.DATASETS, n=3, cutoff=0.5)
-        hint = (
-            f"did you mean {', '.join(similar)}?"
-            if similar
-            else "jaxrl_llm envs --names=reasoning_gym lists all"
-        )
+        hint = name_hint(name, factory.DATASETS, "jaxrl_llm envs --names=reasoning_gym")
         raise DataError(f"no generator is called {name!r}; {hint}")
     if name == "composite":
         raise DataError(f"'composite' is made of other generators; {_PARTS_REMEDY}")

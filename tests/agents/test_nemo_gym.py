@@ -1,13 +1,12 @@
 """NeMo Gym's resources servers: a real HTTP server with their public interface, and sessions."""
 
 import contextlib
-import http.server
 import itertools
 import json
-import threading
 import uuid
 
 import jax
+import local_server
 import pytest
 import serving_model
 import session_agents
@@ -50,9 +49,9 @@ def resources_server(fails_in=""):
     """A server with sessions by cookie, one tool and a verification; yields address and log."""
     sessions, log = {}, []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(local_server.JsonHandler):
         def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = self.read_json()
             path, cookie = self.path.strip("/"), self.headers.get("Cookie", "")
             session = cookie.partition("session=")[2] or uuid.uuid4().hex
             status, answer = 200, {}
@@ -74,23 +73,10 @@ def resources_server(fails_in=""):
                 answer = {**body, "reward": 1.0 if right else 0.25}
             else:
                 status, answer = 404, {"detail": "Not Found"}
-            data = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Set-Cookie", f"session={session}")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            self.reply(status, answer, [("Set-Cookie", f"session={session}")])
 
-        def log_message(self, *_):
-            pass
-
-    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=running.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{running.server_port}", log
-    finally:
-        running.shutdown()
-        running.server_close()
+    with local_server.serving(Handler) as address:
+        yield address, log
 
 
 def played(address, *turns):

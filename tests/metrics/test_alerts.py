@@ -1,13 +1,12 @@
 """Each alert fires on its own reading, speaks, and asks for what the config says."""
 
 import dataclasses
-import http.server
 import json
 import logging
 import math
-import threading
 import time
 
+import local_server
 import numpy as np
 import pytest
 
@@ -162,20 +161,13 @@ def webhook():
     """An address that posts are sent to, and what arrived there."""
     arrived = []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(local_server.JsonHandler):
         def do_POST(self):
-            arrived.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
+            arrived.append(self.read_json())
+            self.reply(200, {})
 
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/hook", arrived
-    server.shutdown()
-    server.server_close()
+    with local_server.serving(Handler) as address:
+        yield f"{address}/hook", arrived
 
 
 def test_webhook_and_function_are_called(tmp_path, monkeypatch, webhook):

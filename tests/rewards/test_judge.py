@@ -2,11 +2,10 @@
 
 import contextlib
 import dataclasses
-import http.server
 import json
 import random
-import threading
 
+import local_server
 import numpy as np
 import pytest
 
@@ -67,31 +66,19 @@ def server(verdict, statuses=()):
     """The address of a server that answers with a verdict; `statuses` are those of its first."""
     requests, pending = [], list(statuses)
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(local_server.JsonHandler):
         def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = self.read_json()
             requests.append((self.path, self.headers.get("Authorization"), body))
             status = pending.pop(0) if pending else 200
             # Of the request alone: requests come in any order.
             value = verdict(body, random.Random(json.dumps(body)))
             text = value if isinstance(value, str) else json.dumps(value)
             reply = {"choices": [{"message": {"role": "assistant", "content": text}}]}
-            data = json.dumps(reply if status == 200 else {"error": "busy"}).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            self.reply(status, reply if status == 200 else {"error": "busy"})
 
-        def log_message(self, *_):
-            pass
-
-    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=running.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{running.server_port}/v1", requests
-    finally:
-        running.shutdown()
-        running.server_close()
+    with local_server.serving(Handler) as address:
+        yield f"{address}/v1", requests
 
 
 def scored(verdict, batch=None, on_failure="stop", statuses=(), **settings):

@@ -117,8 +117,8 @@ def _call_output(server: ResourcesServer, call: Mapping[str, Any]) -> dict[str, 
 
 def input_items(params: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The input of a task as items; a text is a message of the user."""
-    given = params["input"]
-    return [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
+    items = params["input"]
+    return [{"role": "user", "content": items}] if isinstance(items, str) else list(items)
 
 
 def _post_json(

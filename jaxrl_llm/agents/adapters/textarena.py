@@ -4,11 +4,9 @@ The game speaks in user messages, which hold what a player has learned since its
 action is the text of a turn.
 """
 
-import difflib
 import json
 import random
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import textarena
@@ -16,8 +14,9 @@ from textarena.core import GAME_ID, ObservationType
 from textarena.envs.registration import ENV_REGISTRY
 from textarena.wrappers import ActionFormattingWrapper
 
+from jaxrl_llm import errors
 from jaxrl_llm.agents.environments import Step
-from jaxrl_llm.agents.harness import role_address
+from jaxrl_llm.agents.harness import ask_policy, role_address
 from jaxrl_llm.algorithms import lookup
 
 _MAX_PLAYERS = 15
@@ -42,12 +41,7 @@ class Game:
         """
         spec = ENV_REGISTRY.get(game)
         if spec is None or f"{game}-raw" not in ENV_REGISTRY:
-            similar = difflib.get_close_matches(game, game_names(), n=3, cutoff=0.4)
-            hint = (
-                f"did you mean {', '.join(similar)}?"
-                if similar
-                else "jaxrl_llm envs --names=textarena lists all"
-            )
+            hint = errors.name_hint(game, game_names(), "jaxrl_llm envs --names=textarena", 0.4)
             raise ValueError(f"textarena has no game {game!r}; {hint}")
         self._game = game
         self._env = textarena.make(f"{game}-raw")
@@ -88,8 +82,8 @@ class Game:
     def rewards(self) -> dict[int, float]:
         """The reward of each player; 0 where the game gives none."""
         rewards, _ = self._env.close()
-        given = rewards or {}
-        return {player: float(given.get(player, 0.0)) for player in range(self.num_players)}
+        players = range(self.num_players)
+        return {player: float((rewards or {}).get(player, 0.0)) for player in players}
 
 
 class TextArenaEnv:
@@ -165,21 +159,8 @@ def self_play(
         player, text = state.observation()
         messages = dialogues.setdefault(player, [])
         messages.append({"role": "user", "content": text})
-        reply = _policy_reply(role_address(base_url, f"player_{player}"), messages, fields)
-        messages.append(reply)
-        state.act(reply.get("content") or "")
+        reply = ask_policy(role_address(base_url, f"player_{player}"), messages, **fields)
+        action = reply.get("content") or ""
+        messages.append({"role": "assistant", "content": action})
+        state.act(action)
     return {"reward": {f"player_{p}": reward for p, reward in state.rewards().items()}}
-
-
-def _policy_reply(
-    base_url: str, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]
-) -> dict[str, Any]:
-    body = {"model": "policy", "messages": messages, **fields}
-    request = urllib.request.Request(
-        f"{base_url}/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as reply:
-        message = json.load(reply)["choices"][0]["message"]
-    return {"role": "assistant", "content": message.get("content") or ""}
