@@ -5,7 +5,7 @@ holds of them and in how the engine is stepped. `AsyncSource` uses both in the s
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -74,8 +74,10 @@ def make_episodes_in_flight(
 ) -> EpisodesInFlight:
     """The episodes of a sampler, none yet; `samples` are the parameters of those of a prompt."""
     if isinstance(host := sampler.world, SessionHost):
-        return _Sessions(engine, samples, host, sampler.max_turn_tokens)
-    return _Dialogues(engine, samples, sampler)
+        wave = host.open_wave()
+        return _Sessions(SessionRunner(engine, samples, wave, sampler.max_turn_tokens), samples)
+    runner = EpisodeRunner(engine, samples, constrain=lambda *_: sampler.grammar)
+    return _Dialogues(runner, samples)
 
 
 def _group_texts(groups: dict[int, PromptGroup], to_text) -> list[str]:
@@ -88,25 +90,29 @@ def _group_texts(groups: dict[int, PromptGroup], to_text) -> list[str]:
     return texts
 
 
-class _Dialogues:
-    """Single-turn episodes."""
+_Runner = TypeVar("_Runner", EpisodeRunner, SessionRunner)
 
-    has_single_rows = True
 
-    def __init__(
-        self, engine: SamplingEngine, samples: Sequence[SamplingParams], sampler: PolicySampler
-    ):
+class _Episodes(Generic[_Runner]):
+    """What both kinds of episodes leave to their runner."""
+
+    def __init__(self, runner: _Runner, samples: Sequence[SamplingParams]):
+        self._runner: _Runner = runner
         self._samples = samples
-        self._runner = EpisodeRunner(engine, samples, constrain=lambda *_: sampler.grammar)
-        self.start, self.pause, self.resume = (
-            self._runner.start,
-            self._runner.pause,
-            self._runner.resume,
-        )
+        self.start, self.pause, self.resume = runner.start, runner.pause, runner.resume
 
     @property
     def is_running(self) -> bool:
         return self._runner.is_running
+
+    def sequence(self, episode: int) -> EpisodeSequence:
+        return self._runner.sequences[episode][0]
+
+
+class _Dialogues(_Episodes[EpisodeRunner]):
+    """Single-turn episodes."""
+
+    has_single_rows = True
 
     def step(self, weights: Weights, *, ahead: bool, wait: bool) -> list[int]:
         del wait
@@ -127,37 +133,14 @@ class _Dialogues:
             self._runner.restore(sequence, has_ended)
         return number, group
 
-    def sequence(self, episode: int) -> EpisodeSequence:
-        return self._runner.sequences[episode][0]
-
     def take(self, episode: int) -> tuple[list[EpisodeSequence], EpisodeLog | None]:
         return self._runner.sequences.pop(episode), None
 
 
-class _Sessions:
+class _Sessions(_Episodes[SessionRunner]):
     """Episodes of black-box agents; an episode may have several sequences."""
 
     has_single_rows = False
-
-    def __init__(
-        self,
-        engine: SamplingEngine,
-        samples: Sequence[SamplingParams],
-        host: SessionHost,
-        max_turn_tokens: int,
-    ):
-        self._samples = samples
-        self._runner = SessionRunner(engine, samples, host.open_wave(), max_turn_tokens)
-        self.start, self.pause, self.resume, self.take = (
-            self._runner.start,
-            self._runner.pause,
-            self._runner.resume,
-            self._runner.take,
-        )
-
-    @property
-    def is_running(self) -> bool:
-        return self._runner.is_running
 
     def step(self, weights: Weights, *, ahead: bool, wait: bool) -> list[int]:
         del ahead
@@ -178,5 +161,5 @@ class _Sessions:
             self._runner.restore(number * len(self._samples) + i, group.prompt, snapshot)
         return number, group
 
-    def sequence(self, episode: int) -> EpisodeSequence:
-        return self._runner.sequences[episode][0]
+    def take(self, episode: int) -> tuple[list[EpisodeSequence], EpisodeLog | None]:
+        return self._runner.take(episode)

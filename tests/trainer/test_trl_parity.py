@@ -4,22 +4,17 @@ The folder `TRL_GOLDENS` (default: `tests/goldens/trl_seed0`) has the two models
 TRL said; its README says how they were made.
 """
 
-import dataclasses
 import json
 import os
 import pathlib
 
-import jax
-import numpy as np
 import pytest
 import runs
 from hf_checkpoints import change_norms
+from supervised_runs import train_on_rows
 from transformers import AutoTokenizer
 
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import weights as weights_lib
-from jaxrl_llm.sharding import mesh as mesh_lib
-from jaxrl_llm.trainer import supervised
 from jaxrl_llm.types import Example, PreferencePair
 
 KEPT = pathlib.Path(__file__).parents[1] / "goldens" / "trl_seed0"
@@ -106,22 +101,7 @@ def test_ten_steps_are_those_of_trl(name, tmp_path, monkeypatch):
     kind = {"sft": "sft", "dpo": "dpo", "reward": "reward_model"}[theirs["kind"]]
     given = rows(kind, AutoTokenizer.from_pretrained(FOLDER / "policy"))
     job = config(kind, RUNS[name], theirs)
-    seen = {}
-    make, initial = supervised._OBJECTIVES[job.job], weights_lib.initial_params
-
-    def objective(config, models):
-        seen["objective"] = make(config, models)
-        return dataclasses.replace(seen["objective"], rows=lambda split: given)
-
-    def begin(config, models):
-        params = initial(config, models)
-        seen["before"] = jax.tree.map(np.asarray, params)
-        return params
-
-    monkeypatch.setitem(supervised._OBJECTIVES, job.job, objective)
-    monkeypatch.setattr(weights_lib, "initial_params", begin)
-    with mesh_lib.use_devices(jax.devices()[:1]):
-        state = supervised.train(job, tmp_path / "run")
+    state, objective, before = train_on_rows(job, given, tmp_path / "run", monkeypatch)
 
     found = runs.metrics(tmp_path / "run")
     for metric, ours in METRICS[kind].items():
@@ -135,5 +115,5 @@ def test_ten_steps_are_those_of_trl(name, tmp_path, monkeypatch):
         assert got == pytest.approx(want, **tolerance), metric
     norms = [found[i + 1][f"{kind}/grad_norm"] for i in range(10)]
     assert norms == pytest.approx(theirs["steps"]["grad_norm"], rel=1e-4)
-    changes = change_norms(seen["objective"].network, seen["before"], state.params)
+    changes = change_norms(objective.network, before, state.params)
     assert changes == pytest.approx(theirs["final"]["update_norms"], rel=1e-4)

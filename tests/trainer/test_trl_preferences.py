@@ -3,23 +3,18 @@
 The folder `TRL_GOLDENS_2` is made by `tests/goldens/make_trl.py`, for any seed.
 """
 
-import dataclasses
 import itertools
 import json
 import os
 import pathlib
 
-import jax
-import numpy as np
 import pytest
 import runs
 from hf_checkpoints import change_norms
+from supervised_runs import train_on_rows
 
 from jaxrl_llm.config import recipes
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import weights as weights_lib
-from jaxrl_llm.sharding import mesh as mesh_lib
-from jaxrl_llm.trainer import supervised
 from jaxrl_llm.types import Example
 
 FOLDER = pathlib.Path(os.environ.get("TRL_GOLDENS_2", ""))
@@ -106,28 +101,11 @@ def config(loss, theirs):
 def test_ten_steps_are_those_of_trl(name, tmp_path, monkeypatch):
     theirs = json.loads((FOLDER / "expected.json").read_text())["runs"][name]
     given, job = rows(theirs), config(RUNS[name], theirs)
-    seen = {}
-    make, initial = supervised._OBJECTIVES[job.job], weights_lib.initial_params
-
-    def objective(config, models):
-        seen["objective"] = make(config, models)
-        return dataclasses.replace(seen["objective"], rows=lambda split: given)
-
-    def begin(config, models):
-        params = initial(config, models)
-        seen["before"] = jax.tree.map(np.asarray, params)
-        return params
-
-    monkeypatch.setitem(supervised._OBJECTIVES, job.job, objective)
-    monkeypatch.setattr(weights_lib, "initial_params", begin)
-    with mesh_lib.use_devices(jax.devices()[:1]):
-        state = supervised.train(job, tmp_path / "run")
+    state, objective, before = train_on_rows(job, given, tmp_path / "run", monkeypatch)
 
     found = runs.metrics(tmp_path / "run")
     kind, steps = job.job, theirs["steps"]
-    assert seen["objective"].needs_reference == (
-        theirs["kind"] in ("dpo", "kto") and name != "dpo_sft"
-    )
+    assert objective.needs_reference == (theirs["kind"] in ("dpo", "kto") and name != "dpo_sft")
     for theirs_name, ours in {
         "loss": f"{kind}/loss",
         "grad_norm": f"{kind}/grad_norm",
@@ -145,7 +123,7 @@ def test_ten_steps_are_those_of_trl(name, tmp_path, monkeypatch):
         if theirs_name == "kl":
             tolerance = {"abs": 1e-4}
         assert got == pytest.approx(steps[theirs_name], **tolerance), theirs_name
-    changes = change_norms(seen["objective"].network, seen["before"], state.params)
+    changes = change_norms(objective.network, before, state.params)
     assert changes == pytest.approx(theirs["update_norms"], rel=1e-4)
 
 
