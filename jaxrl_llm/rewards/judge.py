@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import pathlib
 import zlib
 from collections.abc import Mapping, Sequence
@@ -64,7 +65,17 @@ class Judge(contextlib.AbstractContextManager["Judge"]):
         self._client.__exit__(*exception)
 
     def check(self, prompt: Prompt) -> None:
-        """Renders the rubric for a row; RewardError if it uses a variable that there is not."""
+        """Renders the rubric for a row.
+
+        Raises:
+          RewardError: If the rubric uses a variable that there is not, or the key of the server is
+            not in the environment.
+        """
+        if (variable := self._config.api_key_variable) and not os.environ.get(variable):
+            raise RewardError(
+                f"config.rewards.judges.{self._name}.api_key_variable: the environment has no"
+                f" {variable}; export it before the run, or leave the setting empty"
+            )
         self._render(prompt, "a response", "another response")
 
     def score(self, rollouts: Rollouts, rows: Sequence[int]) -> Judgement:

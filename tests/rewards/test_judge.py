@@ -193,6 +193,14 @@ def test_keys_come_from_the_environment(monkeypatch):
     assert {key for _, key, _ in requests} == {"Bearer secret"}
 
 
+def test_a_missing_key_is_refused_before_the_run(monkeypatch):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    judge = JudgeConfig(address="http://127.0.0.1:1/v1", api_key_variable="JUDGE_KEY")
+    config = RewardsConfig(judges={"j": judge})
+    with pytest.raises(RewardError, match="judges.j.api_key_variable.*no JUDGE_KEY; export it"):
+        check_rewards(config, rollouts().prompts)
+
+
 def test_rubrics_are_checked_before_the_run(tmp_path):
     prompts = rollouts().prompts
     for text, problem in (
