@@ -197,7 +197,7 @@ def test_a_missing_key_is_refused_before_the_run(monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     judge = JudgeConfig(address="http://127.0.0.1:1/v1", api_key_variable="JUDGE_KEY")
     config = RewardsConfig(judges={"j": judge})
-    with pytest.raises(RewardError, match="judges.j.api_key_variable.*no JUDGE_KEY; export it"):
+    with pytest.raises(RewardError, match=r"judges.j.api_key_variable.*no JUDGE_KEY; export it"):
         check_rewards(config, rollouts().prompts)
 
 
