@@ -94,7 +94,7 @@ _Runner = TypeVar("_Runner", EpisodeRunner, SessionRunner)
 
 
 class _Episodes(Generic[_Runner]):
-    """What both kinds of episodes leave to their runner."""
+    """Starts, pauses and resumes episodes through their runner; base of both kinds below."""
 
     def __init__(self, runner: _Runner, samples: Sequence[SamplingParams]):
         self._runner: _Runner = runner
