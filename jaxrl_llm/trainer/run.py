@@ -23,6 +23,7 @@ from absl import logging
 
 from jaxrl_llm import console
 from jaxrl_llm.checkpoint.lock import exclusive_lock
+from jaxrl_llm.checkpoint.memory_copies import MemoryCopies
 from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import JobConfig
 from jaxrl_llm.config.bridge import to_dict
@@ -113,8 +114,12 @@ class TrainingRun(contextlib.ExitStack):
         if multihost.is_first() and not self._outer:
             self._check_owner = self.enter_context(exclusive_lock(self.workdir))
         claim_workdir(self.config, self.workdir, write=multihost.is_first())
+        self._copies_every = 0 if self._outer else self.config.checkpoint.memory_every
         self._saver = Saver(
-            self.workdir / "checkpoints", self.config.checkpoint, check_owner=self._check_owner
+            self.workdir / "checkpoints",
+            self.config.checkpoint,
+            check_owner=self._check_owner,
+            memory=MemoryCopies(self.workdir) if self._copies_every else None,
         )
         self.planned_bytes = planned_bytes
         self._shape = models.policy.shape
@@ -130,7 +135,7 @@ class TrainingRun(contextlib.ExitStack):
         Restores source and packer from the same checkpoint; opens metrics, alerts and profiler.
         """
         saved: Mapping[str, Any] = {}
-        if self._saver.latest_step():
+        if self._saver.has_steps:
             with console.show_progress("reading the last checkpoint"):
                 state, saved, self.resumed_step = layer_restacking.restore_restacked(
                     self._saver.restore, weights_lib.abstract_arrays(state), self._shape
@@ -267,6 +272,10 @@ class TrainingRun(contextlib.ExitStack):
             with self._timed_save():
                 self.writer.flush()
                 self._saver.save(step, state, self._checkpoint_state())
+        elif self._copies_every and step % self._copies_every == 0:
+            with self._timed_save():
+                self.writer.flush()
+                self._saver.copy_to_memory(step, state, self._checkpoint_state())
         if self.goodput is not None:
             self.goodput.end_step(step)
 
