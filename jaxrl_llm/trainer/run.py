@@ -40,6 +40,7 @@ from jaxrl_llm.metrics.goodput import GoodputLog
 from jaxrl_llm.metrics.timers import Clock, Profiler
 from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.models import finite
+from jaxrl_llm.processes import progress
 from jaxrl_llm.sharding import kv_store_broadcast, multihost
 from jaxrl_llm.storage import files
 from jaxrl_llm.trainer import run_banner
@@ -72,6 +73,7 @@ class TrainingRun(contextlib.ExitStack):
         self.total_steps = config.trainer.num_steps
         self.stop_check = StopCheck(stop_condition(config.trainer.stop_when))
         self._outer = outer
+        self._completed_steps = 0
         self._began = time.time()
         self._stages_s = 0.0  # seconds of stages that have ended
         self.goodput: GoodputLog | None = None  # in the loop of a whole run
@@ -110,7 +112,7 @@ class TrainingRun(contextlib.ExitStack):
             **{f"config.{group}": value for group, value in to_dict(self.config).items()},
             **{f"dataset {i}": dataset.identity for i, dataset in enumerate(datasets)},
         }
-        multihost.assert_equal("start", start_facts)
+        multihost.assert_equal(multihost.START, start_facts)
         if multihost.is_first() and not self._outer:
             self._check_owner = self.enter_context(exclusive_lock(self.workdir))
         claim_workdir(self.config, self.workdir, write=multihost.is_first())
@@ -217,6 +219,7 @@ class TrainingRun(contextlib.ExitStack):
     def begin_step(self, step: int, state: Any) -> Clock:
         """Begins a step: a stop before `commit_step` saves `state` and raises `Interrupted`."""
         self._check_owner()
+        self._report_progress(step - 1)
         clock = Clock()
         if self.goodput is not None:
             self.goodput.begin_step()
@@ -238,6 +241,7 @@ class TrainingRun(contextlib.ExitStack):
         with self._timed_save():
             self._saver.wait_before_donation()
         self.interruption.commit_step()
+        self._report_progress()
 
     def should_evaluate(self, step: int) -> bool:
         """Whether to evaluate after `step` completed steps."""
@@ -278,6 +282,13 @@ class TrainingRun(contextlib.ExitStack):
                 self._saver.copy_to_memory(step, state, self._checkpoint_state())
         if self.goodput is not None:
             self.goodput.end_step(step)
+        self._report_progress(step)
+
+    def _report_progress(self, step: int | None = None) -> None:
+        """Tells the supervisor, if any, that the run goes on; steps of a stage are none of it."""
+        if step is not None and not self._outer:
+            self._completed_steps = step
+        progress.report(self._completed_steps)
 
     def _timed_save(self) -> contextlib.AbstractContextManager[None]:
         """Counts the time of a block as that of a save."""
