@@ -73,11 +73,13 @@ def join(start: ProcessStart) -> None:
             initialization_timeout=300,
         )
     except RuntimeError as error:
-        raise ClusterError(
+        failure = ClusterError(
             f"--start={start.method}: {this_process} did not meet the others"
             f" at {start.coordinator} ({error});"
             " are all of them started, and is that port of process 0's host free and reachable?"
-        ) from error
+        )
+        failure.exit_code = EXIT_FAILED  # the others may still be ending after a failure
+        raise failure from error
     client = distributed.global_state.client
     _watchdog = HeartbeatThread(client, start.process_id, start.num_processes, _end_now)
     _watchdog.start()
