@@ -155,7 +155,7 @@ class MemoryCopies:
 
     def meta(self) -> Json:
         """The JSON part of the step that `newest` found."""
-        with self._opened(min(self._holders, key=self._distance)) as file:
+        with self._open_file(min(self._holders, key=self._distance)) as file:
             return dict(file.header["meta"])
 
     def read(self, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -171,7 +171,7 @@ class MemoryCopies:
         for file_name in sorted(self._holders, key=self._distance):
             if regions.is_complete:
                 break
-            with self._opened(file_name) as file:
+            with self._open_file(file_name) as file:
                 file.fill(regions)
         if not regions.is_complete:
             raise OSError(f"{self._folder}: the copies of this step lack shards")
@@ -191,7 +191,7 @@ class MemoryCopies:
         return not own, self._process not in self._holders[name], name
 
     @contextlib.contextmanager
-    def _opened(self, name: str) -> Iterator[ShardFile]:
+    def _open_file(self, name: str) -> Iterator[ShardFile]:
         """A file, here or copied from the first host that answers."""
         holders = self._holders[name]
         if self._process in holders:

@@ -162,7 +162,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> "subproces
 
 
 def _environments(count: int) -> list[dict[str, str]]:
-    """What tells each of several processes on this host where the others are."""
+    """The variables by which several processes on this host find each other."""
     if count == 1:
         return [{}]
     with socket.socket() as free:

@@ -286,14 +286,23 @@ def shard_digests(tree: Any) -> Iterator[tuple[str, str]]:
             table = _local_digests(mesh, specs)(leaves)
         rows = {shard.device: np.asarray(shard.data)[0] for shard in table.addressable_shards}
         for column, path in enumerate(paths):
-            part_digests: dict[str, set[int]] = {}
+            part_digests: dict[str, dict[int, list[int]]] = {}  # part -> digest -> devices
             for shard in leaves[path].addressable_shards:
                 bounds = zip(shard.index, leaves[path].shape, strict=True)
                 part = ",".join("{}:{}".format(*s.indices(size)) for s, size in bounds)
-                part_digests.setdefault(part, set()).add(int(rows[shard.device][column]))
+                value = int(rows[shard.device][column])
+                part_digests.setdefault(part, {}).setdefault(value, []).append(shard.device.id)
             for part, values in part_digests.items():
-                digests = ", ".join(f"{value:08x}" for value in sorted(values))
-                yield f"{path}[{part}]", _UNEQUAL + digests if len(values) > 1 else digests
+                yield f"{path}[{part}]", _part_digest(values)
+
+
+def _part_digest(devices_by_value: Mapping[int, Sequence[int]]) -> str:
+    """The digest of a shard's copies; if they differ, each with its devices, the fewest last."""
+    values = sorted(devices_by_value, key=lambda v: (-len(devices_by_value[v]), v))
+    if len(values) == 1:
+        return f"{values[0]:08x}"
+    copies = [f"{v:08x} on devices {', '.join(map(str, devices_by_value[v]))}" for v in values]
+    return _UNEQUAL + ", ".join(copies)
 
 
 @functools.lru_cache(maxsize=16)

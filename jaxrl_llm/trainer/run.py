@@ -116,12 +116,11 @@ class TrainingRun(contextlib.ExitStack):
         if multihost.is_first() and not self._outer:
             self._check_owner = self.enter_context(exclusive_lock(self.workdir))
         claim_workdir(self.config, self.workdir, write=multihost.is_first())
-        self._copies_every = 0 if self._outer else self.config.checkpoint.memory_every
         self._saver = Saver(
             self.workdir / "checkpoints",
             self.config.checkpoint,
             check_owner=self._check_owner,
-            memory=MemoryCopies(self.workdir) if self._copies_every else None,
+            memory=MemoryCopies(self.workdir) if self._copies_every > 0 else None,
         )
         self.planned_bytes = planned_bytes
         self._shape = models.policy.shape
@@ -252,6 +251,15 @@ class TrainingRun(contextlib.ExitStack):
             return evaluation.after
         return evaluation.every > 0 and step % evaluation.every == 0
 
+    @property
+    def _copies_every(self) -> int:
+        """Steps between copies in memory; 0: none. A stage has none: it is short."""
+        return 0 if self._outer else self.config.checkpoint.memory_every
+
+    def should_copy(self, step: int) -> bool:
+        """Whether `step` is copied to the hosts' memory, unless a checkpoint of it is due."""
+        return self._copies_every > 0 and step % self._copies_every == 0
+
     def end_step(self, step: int, state: Any, numbers: Numbers, evaluation: Numbers) -> None:
         """Ends a step: checks alerts, writes metrics and checkpoint when due.
 
@@ -276,7 +284,7 @@ class TrainingRun(contextlib.ExitStack):
             with self._timed_save():
                 self.writer.flush()
                 self._saver.save(step, state, self._checkpoint_state())
-        elif self._copies_every and step % self._copies_every == 0:
+        elif self.should_copy(step):
             with self._timed_save():
                 self.writer.flush()
                 self._saver.copy_to_memory(step, state, self._checkpoint_state())

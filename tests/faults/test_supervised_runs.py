@@ -62,7 +62,7 @@ class Job:
     ):
         self.workdir = workdir
         self.memory = workdir.with_name(f"{workdir.name}_memory")
-        self.log = workdir.with_suffix("".join([*host[-1:], ".log"]))
+        self.log = workdir.with_name("".join([workdir.name, *host[-1:], ".log"]))
         if host:
             self.memory = self.memory / host[-1]
         self._count = count
