@@ -5,6 +5,9 @@ import importlib
 from collections.abc import Iterable, Sequence
 
 EXIT_USER_ERROR = 1  # the program ended with the message of a `UserError`
+EXIT_FAILED = (
+    70  # the machine, a service or the program failed; another start may go on (EX_SOFTWARE)
+)
 EXIT_ALERT = 3  # an alert stopped the run after a save
 EXIT_INTERRUPTED = 75  # a signal stopped the run; restart it (EX_TEMPFAIL)
 
@@ -13,6 +16,8 @@ Problem = tuple[str, str]  # (field path below a group, fault and remedy)
 
 class UserError(Exception):
     """A fault of the run, its files or its machine; programs show the message, no traceback."""
+
+    exit_code = EXIT_USER_ERROR  # EXIT_FAILED, if the same command may succeed the next time
 
 
 class ConfigError(UserError, ValueError):

@@ -6,6 +6,7 @@ import logging as std_logging
 import os
 import pathlib
 import sys
+import traceback
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import NoReturn
 
@@ -14,7 +15,7 @@ from absl import logging
 
 from jaxrl_llm import console
 from jaxrl_llm.config import ProcessesConfig
-from jaxrl_llm.errors import EXIT_USER_ERROR, Interrupted, UserError
+from jaxrl_llm.errors import EXIT_FAILED, EXIT_USER_ERROR, Interrupted, UserError
 from jaxrl_llm.sharding import cluster_detection, multihost
 from jaxrl_llm.storage import files
 from jaxrl_llm.storage.address import is_remote
@@ -84,7 +85,8 @@ def set_xla_flags(environment: MutableMapping[str, str] = os.environ) -> None:
 def run(main: Callable[[], None], processes: ProcessesConfig = ProcessesConfig()) -> None:  # noqa: B008
     """Joins the other processes of the run, if any, and runs `main`.
 
-    A `UserError` exits with its message, not a traceback. A process that fails stops the others.
+    A `UserError` exits with its message, not a traceback; any other error with a traceback and
+    EXIT_FAILED. A process that fails stops the others.
     """
     set_xla_flags()
     logging.set_verbosity(logging.INFO)
@@ -110,27 +112,33 @@ def run(main: Callable[[], None], processes: ProcessesConfig = ProcessesConfig()
         multihost.leave()
         _exit_at_once(interrupted.exit_code)
     except UserError as error:
-        _exit_with_message(str(error))
+        _exit_with_message(str(error), error.exit_code)
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
-            multihost.abandon(repr(error), with_trace=True)
-            raise
+            _exit_with_traceback(error)
         _exit_with_message(f"{error}; check free space, quota and permission of the folder")
     except KeyboardInterrupt:
-        multihost.abandon("was interrupted")
+        multihost.abandon("was interrupted", EXIT_USER_ERROR)
         raise
     except Exception as error:
         if isinstance(error, jax.errors.JaxRuntimeError):
             multihost.wait_for_heartbeats()  # another process may have died in a collective
-        multihost.abandon(repr(error), with_trace=True)
-        raise
+        _exit_with_traceback(error)
 
 
-def _exit_with_message(message: str) -> NoReturn:
+def _exit_with_message(message: str, exit_code: int = EXIT_USER_ERROR) -> NoReturn:
     console.DISPLAY.close()
     print(f"error: {message}", file=sys.stderr, flush=True)
-    multihost.abandon(message)
-    sys.exit(EXIT_USER_ERROR)
+    multihost.abandon(message, exit_code)
+    sys.exit(exit_code)
+
+
+def _exit_with_traceback(error: Exception) -> NoReturn:
+    """Ends the program as Python does for an exception, but with an exit code of its own."""
+    console.DISPLAY.close()
+    traceback.print_exception(error)
+    multihost.abandon(repr(error))
+    sys.exit(EXIT_FAILED)
 
 
 def _exit_at_once(code: int) -> NoReturn:

@@ -804,10 +804,12 @@ def evaluation(config: RLConfig):
 
 
 def frame(config):
-    """Steps of a run, those that are evaluated, and how long a signal may wait."""
+    """Steps of a run, those that are evaluated or copied, and what ends it."""
     of_run = run.TrainingRun(config, "unused")
     evaluated = [step for step in range(of_run.total_steps + 1) if of_run.should_evaluate(step)]
-    return of_run.total_steps, evaluated, of_run.interruption._grace_s, of_run.stop_check.condition
+    copied = [step for step in range(1, 7) if of_run.should_copy(step)]
+    stop = of_run.interruption._grace_s, of_run.stop_check.condition
+    return of_run.total_steps, evaluated, copied, stop
 
 
 def schedule(config):

@@ -51,9 +51,12 @@ def test_a_library_is_not_missed_that_is_not_used():
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), FileNotFoundError(errno.ENOENT, "no", "x")])
-def test_a_fault_of_the_program_keeps_its_trace(run, error):
-    with pytest.raises(type(error)):
+def test_a_fault_of_the_program_keeps_its_trace(run, capsys, error):
+    with pytest.raises(SystemExit) as ended:
         run(raising(error))
+    assert ended.value.code == 70
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown and "in main\n    raise error" in shown
 
 
 INTERRUPTED = """

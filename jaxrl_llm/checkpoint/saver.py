@@ -18,6 +18,7 @@ from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxrl_llm.checkpoint import seal
+from jaxrl_llm.checkpoint.memory_copies import MemoryCopies
 from jaxrl_llm.config import CheckpointConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding import kv_store_broadcast, multihost
@@ -47,12 +48,15 @@ class Saver:
         config: CheckpointConfig,
         read_only: bool = False,
         check_owner: Callable[[], None] = lambda: None,
+        memory: MemoryCopies | None = None,
     ):
         """Creates `directory` and removes leftovers of a killed save, unless `read_only`.
 
         `check_owner` raises if another process has taken over the folder; nothing is saved then.
+        `memory` holds newer steps, of a run that has crashed.
         """
         self._directory = _absolute(directory)
+        self._memory = memory
         self._is_remote = files.in_bucket(self._directory)
         self._check_owner = check_owner
         self._config = config
@@ -114,6 +118,12 @@ class Saver:
         """The newest step that is not empty (it may be damaged), or 0."""
         return max(self._steps(), default=0)
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether there is a step to restore, in the folder or in memory."""
+        steps = self._steps()
+        return bool(steps) or (self._memory is not None and self._memory.newest(0) > 0)
+
     def _steps(self) -> list[int]:
         """The complete steps, without empty folders."""
         if self._manager is not None and not self._is_remote:
@@ -160,6 +170,13 @@ class Saver:
         else:
             self._saving = step
 
+    def copy_to_memory(self, step: int, state: Tree, extra: Json) -> None:
+        """Copies a step to the hosts' memory; returns when `state` may be donated."""
+        if self._memory is None:
+            raise ValueError("this saver was made without copies in memory")
+        leaves = _leaves_by_path(state)
+        self._memory.save(step, leaves, _step_meta(leaves, extra, self._best))
+
     def _probe(self) -> str:
         """Why the folder cannot be written, or "" if it can."""
         # A save that fails immediately leaves Orbax threads that delay process exit by minutes.
@@ -179,6 +196,12 @@ class Saver:
         if step > self.latest_step():
             self.save(step, state, extra)
             self.wait()
+        self._remove_copies()
+
+    def _remove_copies(self) -> None:
+        """Removes the copies in memory: all steps are in the folder."""
+        if self._memory is not None:
+            self._memory.remove()
 
     def wait_before_donation(self) -> None:
         """Waits on CPU, where a save reads the live arrays, which an update could not donate."""
@@ -225,6 +248,10 @@ class Saver:
         """
         self.wait()
         steps = [s for s in self._steps() if not step or s <= step]
+        if self._memory is not None and not step:
+            if newest := self._memory.newest(max(steps, default=0)):
+                return self._restore_from_memory(newest, abstract_state)
+            self._memory.forget_after(max(steps, default=0))
         if not steps:
             raise CheckpointError(
                 f"{self._directory}: no checkpoint to restore; look at latest_step() first"
@@ -251,11 +278,30 @@ class Saver:
             " warnings above; restore the folder from a backup, or start in another --workdir"
         )
 
+    def _restore_from_memory(
+        self, step: int, abstract_state: Tree | Callable[[Json], Tree]
+    ) -> tuple[Tree, Json, int]:
+        assert self._memory is not None
+        meta = self._memory.meta()
+        abstract, expected = _expected(f"the copy of step {step}", meta, abstract_state, False)
+        arrays = self._memory.read(expected)
+        self._memory.forget_after(step)
+        self._best = self._best_saved = meta["best"]
+        logging.info("step %d is read from the memory of the hosts", step)
+        leaves = [arrays[name] for name in expected]
+        return jax.tree.unflatten(jax.tree.structure(abstract), leaves), meta["extra"], step
+
     def close(self) -> None:
-        """Waits for the save in flight and closes the manager; raises as `wait` does."""
+        """Waits for the save in flight and closes the manager; raises as `wait` does.
+
+        The run has ended, saved: its copies in memory are removed.
+        """
         try:
             self.wait()
+            self._remove_copies()
         finally:
+            if self._memory is not None:
+                self._memory.close()
             if self._manager is not None:
                 self._manager.close()
 
@@ -341,10 +387,14 @@ def _array_specs(leaves: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def _step_meta(leaves: Mapping[str, Any], extra: Json, best: Json) -> Json:
+    json.dumps(extra, allow_nan=False)  # a TypeError here has the caller in its stack
+    return {"arrays": _array_specs(leaves), "extra": extra, "best": best}
+
+
 def _save_args(tree: Tree, extra: Json, best: Json) -> ocp.args.Composite:
     arrays_by_path = {name: _saveable_array(array) for name, array in _leaves_by_path(tree).items()}
-    json.dumps(extra, allow_nan=False)  # a TypeError here has the caller in its stack
-    meta = {"arrays": _array_specs(arrays_by_path), "extra": extra, "best": best}
+    meta = _step_meta(arrays_by_path, extra, best)
     arrays = ocp.args.PyTreeSave(arrays_by_path, ocdbt_target_data_file_size=_FILE_BYTES)
     return ocp.args.Composite(arrays=arrays, meta=ocp.args.JsonSave(meta))
 
@@ -375,6 +425,24 @@ def _read_step(
 ) -> tuple[Tree, Json]:
     """The arrays and the JSON part of a complete step."""
     meta = _meta(folder)
+    abstract, expected = _expected(folder, meta, abstract, partial)
+    # Arrays in pools of other processes are not read here.
+    addressable = {k: v for k, v in expected.items() if v.sharding.addressable_devices}
+    arrays = {k: _non_addressable_array(v) for k, v in expected.items() if k not in addressable}
+    if addressable:
+        restore_args = ocp.checkpoint_utils.construct_restore_args(addressable)
+        partial = partial or bool(arrays)
+        args = ocp.args.PyTreeRestore(addressable, restore_args, partial_restore=partial)
+        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+            arrays |= handler.restore(folder / "arrays", args=args)
+    leaves = [arrays[name] for name in expected]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves), meta
+
+
+def _expected(
+    where: PathLike, meta: Json, abstract: Tree | Callable[[Json], Tree], partial: bool
+) -> tuple[Tree, dict[str, jax.ShapeDtypeStruct]]:
+    """The tree to restore, and its leaves by path, if they are those that were saved."""
     abstract = abstract(meta["extra"]) if callable(abstract) else abstract
     expected = _leaves_by_path(abstract)
     saved_specs = {k: v for k, v in meta["arrays"].items() if k in expected or not partial}
@@ -387,20 +455,10 @@ def _read_step(
     if mismatches:
         rest = [f"and {len(mismatches) - 5} more"] if len(mismatches) > 5 else []
         raise CheckpointError(
-            f"{folder}: holds other arrays than this config makes:"
+            f"{where}: holds other arrays than this config makes:"
             f" {'; '.join(mismatches[:5] + rest)}; resume with the config that wrote it"
         )
-    # Arrays in pools of other processes are not read here.
-    addressable = {k: v for k, v in expected.items() if v.sharding.addressable_devices}
-    arrays = {k: _non_addressable_array(v) for k, v in expected.items() if k not in addressable}
-    if addressable:
-        restore_args = ocp.checkpoint_utils.construct_restore_args(addressable)
-        partial = partial or bool(arrays)
-        args = ocp.args.PyTreeRestore(addressable, restore_args, partial_restore=partial)
-        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-            arrays |= handler.restore(folder / "arrays", args=args)
-    leaves = [arrays[name] for name in expected]
-    return jax.tree.unflatten(jax.tree.structure(abstract), leaves), meta
+    return abstract, expected
 
 
 def _write_error(path: epath.Path, cause: Exception) -> CheckpointError:

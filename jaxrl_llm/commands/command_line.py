@@ -50,7 +50,8 @@ def run(name: str, words: Sequence[str] | None = None) -> None:
     command = COMMANDS.get(name) or LAUNCH_ONLY_COMMANDS[name]
     words = sys.argv[1:] if words is None else words
     with _exit_on_error():
-        if any(word in _HELP_WORDS[:2] for word in words):
+        own, _ = _split(command, words)
+        if any(word in _HELP_WORDS[:2] for word in own):
             print(usage(name, command), flush=True)
             return
         options = parse(command, words)
@@ -83,6 +84,7 @@ def _exit_with_error(message: str) -> NoReturn:
 
 def parse(command: type[Command], words: Sequence[str]) -> Command:
     """The validated options of a command; raises ConfigError with all problems at once."""
+    words, inner = _split(command, words)
     argv = [command.module, *words]
     if errors := config_flags.unknown_overrides(argv):
         raise ConfigError(errors)
@@ -91,13 +93,17 @@ def parse(command: type[Command], words: Sequence[str]) -> Command:
     hints = typing.get_type_hints(command)
     fields = {field.name: field for field in dataclasses.fields(command)}
     for name, field in fields.items():
+        if name == command.inner:
+            continue
         _define(name, hints[name], field, flag_values, argv)
     try:
         arguments = flag_values(argv)[1:]
     except flags.Error as error:
         raise ConfigError(str(error)) from error
     values_by_name: dict[str, Any] = {
-        name: flag_values[name].value for name in fields if flag_values[name].present
+        name: flag_values[name].value
+        for name in fields
+        if name != command.inner and flag_values[name].present
     }
     required = [name for name, f in fields.items() if f.default is dataclasses.MISSING]
     if (
@@ -110,6 +116,8 @@ def parse(command: type[Command], words: Sequence[str]) -> Command:
         raise ConfigError(
             [config_flags.unknown_flag_message(word, flag_values) for word in arguments]
         )
+    if inner:
+        values_by_name[command.inner] = inner
     missing = [name for name in required if values_by_name.get(name) in (None, "", [])]
     raise_flag_problems((name, f"required: {fields[name].metadata['help']}") for name in missing)
     for name, value in values_by_name.items():
@@ -120,6 +128,14 @@ def parse(command: type[Command], words: Sequence[str]) -> Command:
     options = command(**values_by_name)
     raise_flag_problems(options.problems())
     return options
+
+
+def _split(command: type[Options], words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command, and those of the command behind "--" that it runs."""
+    if not command.inner or "--" not in words:
+        return list(words), []
+    end = list(words).index("--")
+    return list(words[:end]), list(words[end + 1 :])
 
 
 def _is_config(hint: Any) -> bool:
@@ -163,7 +179,8 @@ def overview() -> str:
 
 def usage(name: str, command: type[Options]) -> str:
     """The help text of a command."""
-    fields = [f for f in dataclasses.fields(command) if f.name not in _PROCESS_FLAGS]
+    hidden = {*_PROCESS_FLAGS, command.inner}
+    fields = [f for f in dataclasses.fields(command) if f.name not in hidden]
     hints = typing.get_type_hints(command)
     rows = []
     for field in sorted(fields, key=lambda field: field.default is not dataclasses.MISSING):
@@ -183,7 +200,8 @@ def usage(name: str, command: type[Options]) -> str:
     width = max(len(left) for left, _ in rows) + 2
     description = [line.strip() for line in (command.__doc__ or "").strip().splitlines()]
     return "\n".join([
-        f"usage: jaxrl_llm {name} [--flag=value ...]", "", *description, "",
+        f"usage: jaxrl_llm {name} [--flag=value ...]{' -- COMMAND ...' if command.inner else ''}",
+        "", *description, "",
         *(f"  {left:<{width}}{right}".rstrip() for left, right in rows),
     ])  # fmt: skip
 

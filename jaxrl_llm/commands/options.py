@@ -28,6 +28,8 @@ class Options(ConfigGroup):
     # The field that takes positional arguments: if it is required, all of them; else those after
     # its flag. "": none are accepted.
     positional: ClassVar[str] = ""
+    # The field that takes the words behind "--", another command's. "": none.
+    inner: ClassVar[str] = ""
 
 
 class JaxOptions(Options, ProcessesConfig):
@@ -57,6 +59,30 @@ class TrainOptions(JaxOptions):
     workdir: Folder = option("Folder of the job, made if missing; also gs:// or s3://.")
     dry_run: bool = option("Only check; print the plan and all settings.", False)
     replay: tuple[str, ...] = option("Learn from these dumps, rollouts/STEP.jsonl.", ())
+
+
+class RunOptions(Options):
+    """Runs a training job and starts it again whenever it fails.
+
+    jaxrl_llm run -- train --config=FILE --workdir=DIR: each start goes on from the newest
+    checkpoint or copy in memory. Ends with the job, with a fault of its user (exit code 1), an
+    alert (3) or a signal (75), which it passes on. On a cluster: in place of the job, on each host.
+    """
+
+    module = "run"
+    inner = "job"
+
+    job: tuple[str, ...] = option("behind --: train and its flags.")
+    processes: Positive = option("Processes on this host; more than 1: no others elsewhere.", 1)
+    failures: Natural = option("In a row without a finished step, before it gives up.", 5)
+    pause_s: Annotated[float, Range("[0, 3600]")] = option("After a failure; doubles.", 1.0)
+    hang_s: Annotated[float, Range("[0, inf]", "inf: no limit")] = option(
+        "Without progress, after which processes are killed.", 1800.0
+    )
+
+    def rules(self) -> Problems:
+        if self.job[:1] != ("train",):
+            yield "job", f"{' '.join(self.job[:1])!r} is not train, the command that can go on"
 
 
 class EvaluateOptions(PolicyOptions):
@@ -354,6 +380,7 @@ class NewOptions(Options):
 
 COMMANDS: Mapping[str, type[Options]] = {
     "train": TrainOptions,
+    "run": RunOptions,
     "evaluate": EvaluateOptions,
     "generate": GenerateOptions,
     "serve": ServeOptions,

@@ -20,6 +20,8 @@ class CheckpointConfig(ConfigGroup):
 
     # RL steps.
     every: Annotated[int, Range("[0, 2147483647]", "0: only after the last step")] = 0
+    # RL steps between copies in the memory of the hosts, from which a run goes on after a crash.
+    memory_every: Every = 0
     keep: Count = 2  # number of newest steps to keep
     best_metric: Name = ""  # the step with its best value is also saved and kept; "": none
     best_mode: Literal["max", "min"] = "max"

@@ -14,7 +14,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,18 +26,20 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
-from jaxrl_llm.errors import EXIT_USER_ERROR, UserError
+from jaxrl_llm.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError
 from jaxrl_llm.sharding import kv_store_broadcast
 from jaxrl_llm.sharding.cluster_detection import ALL_DEVICES, ClusterError, ProcessStart
 
 Json = Any  # a JSON value: numbers, strings, booleans, None, lists, dicts with string keys
 
+START = "start"  # the check before the first step
 HEARTBEAT_S = 3.0  # between two heartbeats
 HEARTBEAT_TIMEOUT_S = 30.0  # without a heartbeat: the process, its host or the network is dead
 _UNEQUAL = "unequal copies "
 _FOLDER = "jaxrl_llm/alive/"  # key prefix in the coordination service
 _FINISHED = "left"
-_STOPPED = "stopped: "
+_STOPPED = "stopped: "  # by a fault of the user
+_FAILED = "failed: "
 _SMALLEST_SHARE = (
     4096  # bytes; messages are padded to powers of two, as every size compiles a program
 )
@@ -72,11 +73,13 @@ def join(start: ProcessStart) -> None:
             initialization_timeout=300,
         )
     except RuntimeError as error:
-        raise ClusterError(
+        failure = ClusterError(
             f"--start={start.method}: {this_process} did not meet the others"
             f" at {start.coordinator} ({error});"
             " are all of them started, and is that port of process 0's host free and reachable?"
-        ) from error
+        )
+        failure.exit_code = EXIT_FAILED  # the others may still be ending after a failure
+        raise failure from error
     client = distributed.global_state.client
     _watchdog = HeartbeatThread(client, start.process_id, start.num_processes, _end_now)
     _watchdog.start()
@@ -91,13 +94,14 @@ def leave() -> None:
         jax.distributed.shutdown()
 
 
-def abandon(reason: str, with_trace: bool = False) -> None:
-    """Ends this process and, with its reason, the others; returns if there are no others."""
+def abandon(reason: str, exit_code: int = EXIT_FAILED) -> None:
+    """Ends this process and, with its reason, the others; returns if there are no others.
+
+    All end with `exit_code`, EXIT_FAILED or EXIT_USER_ERROR.
+    """
     if _watchdog is not None:
-        if with_trace:  # of the current exception
-            traceback.print_exc()
-        _watchdog.stop_all(reason)
-        _end_now("")
+        _watchdog.stop_all(reason, exit_code)
+        _end_now("", exit_code)
 
 
 def wait_for_heartbeats() -> None:
@@ -186,7 +190,14 @@ def local_rows(count: int) -> range:
 
 
 class DivergenceError(UserError, RuntimeError):
-    """Processes hold different values; the message names the first item and the digests."""
+    """Processes hold different values; the message names the first item and the digests.
+
+    At the start by a fault of the user, later by one of a host or a device.
+    """
+
+    def __init__(self, where: str, message: str):
+        super().__init__(f"{where}: {message}")
+        self.exit_code = EXIT_USER_ERROR if where == START else EXIT_FAILED
 
 
 def assert_equal(where: str, items: Mapping[str, Any]) -> None:
@@ -220,9 +231,10 @@ def compare_digests(where: str, everyone: Sequence[Mapping[str, str]]) -> None:
                 for text, processes in holders.items()
             )
             raise DivergenceError(
-                f"{where}: the processes disagree, first about {name} ({details}); look for a host"
+                where,
+                f"the processes disagree, first about {name} ({details}); look for a host"
                 " with other files, packages or settings, or a failing device, and start the run"
-                " again to resume from its last checkpoint"
+                " again to resume from its last checkpoint",
             )
 
 
@@ -274,14 +286,23 @@ def shard_digests(tree: Any) -> Iterator[tuple[str, str]]:
             table = _local_digests(mesh, specs)(leaves)
         rows = {shard.device: np.asarray(shard.data)[0] for shard in table.addressable_shards}
         for column, path in enumerate(paths):
-            part_digests: dict[str, set[int]] = {}
+            part_digests: dict[str, dict[int, list[int]]] = {}  # part -> digest -> devices
             for shard in leaves[path].addressable_shards:
                 bounds = zip(shard.index, leaves[path].shape, strict=True)
                 part = ",".join("{}:{}".format(*s.indices(size)) for s, size in bounds)
-                part_digests.setdefault(part, set()).add(int(rows[shard.device][column]))
+                value = int(rows[shard.device][column])
+                part_digests.setdefault(part, {}).setdefault(value, []).append(shard.device.id)
             for part, values in part_digests.items():
-                digests = ", ".join(f"{value:08x}" for value in sorted(values))
-                yield f"{path}[{part}]", _UNEQUAL + digests if len(values) > 1 else digests
+                yield f"{path}[{part}]", _part_digest(values)
+
+
+def _part_digest(devices_by_value: Mapping[int, Sequence[int]]) -> str:
+    """The digest of a shard's copies; if they differ, each with its devices, the fewest last."""
+    values = sorted(devices_by_value, key=lambda v: (-len(devices_by_value[v]), v))
+    if len(values) == 1:
+        return f"{values[0]:08x}"
+    copies = [f"{v:08x} on devices {', '.join(map(str, devices_by_value[v]))}" for v in values]
+    return _UNEQUAL + ", ".join(copies)
 
 
 @functools.lru_cache(maxsize=16)
@@ -321,7 +342,7 @@ class HeartbeatThread(threading.Thread):
         client: Any,  # of JAX's coordination service, a key-value store with one text per process
         process: int,
         num_processes: int,
-        end: Callable[[str], None],  # ends this process with a message
+        end: Callable[[str, int], Any],  # ends this process with a message and an exit code
         now: Callable[[], float] = time.monotonic,
     ):
         super().__init__(name="watch", daemon=True)
@@ -330,13 +351,14 @@ class HeartbeatThread(threading.Thread):
         self._last_signs = dict.fromkeys(range(num_processes), ("", now()))
         self._num_signs = dict.fromkeys(range(num_processes), 0)  # per process
         self._count = 0
+        self._exit_code = EXIT_FAILED  # of this process, if another one's end is its end
         self._done = threading.Event()
         self._write_lock = threading.Lock()
 
     def run(self) -> None:
         while not self._done.wait(HEARTBEAT_S):
             if verdict := self.check():
-                self._end(verdict)
+                self._end(verdict, self._exit_code)
 
     def check(self) -> str:
         """Writes a heartbeat; returns why the run must end, or "" if all processes are alive."""
@@ -351,7 +373,9 @@ class HeartbeatThread(threading.Thread):
             return self._verdict(0, f"cannot be reached: {error}") if silent else ""
         texts = {int(name.rpartition("/")[2]): text for name, text in entries}
         for process, text in texts.items():
-            if text.startswith(_STOPPED) and process != self._process:
+            if text.startswith((_STOPPED, _FAILED)) and process != self._process:
+                if text.startswith(_STOPPED):
+                    self._exit_code = EXIT_USER_ERROR
                 return self._verdict(process, text)
         for process, (last, when) in self._last_signs.items():
             text = texts.get(process, "")
@@ -377,9 +401,9 @@ class HeartbeatThread(threading.Thread):
     def leave(self) -> None:
         self._write_last(_FINISHED)
 
-    def stop_all(self, reason: str) -> None:
+    def stop_all(self, reason: str, exit_code: int = EXIT_USER_ERROR) -> None:
         """Reports why this process stops, and gives the others time to read it."""
-        self._write_last(_STOPPED + reason)
+        self._write_last((_STOPPED if exit_code == EXIT_USER_ERROR else _FAILED) + reason)
         # The coordination service ends with process 0.
         time.sleep(2 * HEARTBEAT_S if self._process == 0 else 0.0)
 
@@ -401,10 +425,10 @@ class HeartbeatThread(threading.Thread):
         )
 
 
-def _end_now(message: str) -> None:
+def _end_now(message: str, exit_code: int) -> None:
     """Ends this process from any thread: one that waits in a collective cannot be interrupted."""
     if message:
         logging.error("%s", message)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(EXIT_USER_ERROR)
+    os._exit(exit_code)

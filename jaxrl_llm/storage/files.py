@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import fsspec
 from absl import logging
 
-from jaxrl_llm.errors import ConfigError, UserError
+from jaxrl_llm.errors import EXIT_FAILED, ConfigError, UserError
 
 PathLike = str | os.PathLike[str]
 Result = TypeVar("Result")
@@ -58,6 +58,8 @@ STORES = {
 
 class StorageError(UserError, OSError):
     """A bucket cannot be read or written: address, cause and remedy."""
+
+    exit_code = EXIT_FAILED
 
     def __str__(self) -> str:  # OSError would show its arguments as a tuple
         return str(self.args[0])

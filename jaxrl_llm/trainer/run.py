@@ -23,6 +23,7 @@ from absl import logging
 
 from jaxrl_llm import console
 from jaxrl_llm.checkpoint.lock import exclusive_lock
+from jaxrl_llm.checkpoint.memory_copies import MemoryCopies
 from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import JobConfig
 from jaxrl_llm.config.bridge import to_dict
@@ -39,6 +40,7 @@ from jaxrl_llm.metrics.goodput import GoodputLog
 from jaxrl_llm.metrics.timers import Clock, Profiler
 from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.models import finite
+from jaxrl_llm.processes import progress
 from jaxrl_llm.sharding import kv_store_broadcast, multihost
 from jaxrl_llm.storage import files
 from jaxrl_llm.trainer import run_banner
@@ -71,6 +73,7 @@ class TrainingRun(contextlib.ExitStack):
         self.total_steps = config.trainer.num_steps
         self.stop_check = StopCheck(stop_condition(config.trainer.stop_when))
         self._outer = outer
+        self._completed_steps = 0
         self._began = time.time()
         self._stages_s = 0.0  # seconds of stages that have ended
         self.goodput: GoodputLog | None = None  # in the loop of a whole run
@@ -109,12 +112,15 @@ class TrainingRun(contextlib.ExitStack):
             **{f"config.{group}": value for group, value in to_dict(self.config).items()},
             **{f"dataset {i}": dataset.identity for i, dataset in enumerate(datasets)},
         }
-        multihost.assert_equal("start", start_facts)
+        multihost.assert_equal(multihost.START, start_facts)
         if multihost.is_first() and not self._outer:
             self._check_owner = self.enter_context(exclusive_lock(self.workdir))
         claim_workdir(self.config, self.workdir, write=multihost.is_first())
         self._saver = Saver(
-            self.workdir / "checkpoints", self.config.checkpoint, check_owner=self._check_owner
+            self.workdir / "checkpoints",
+            self.config.checkpoint,
+            check_owner=self._check_owner,
+            memory=MemoryCopies(self.workdir) if self._copies_every > 0 else None,
         )
         self.planned_bytes = planned_bytes
         self._shape = models.policy.shape
@@ -130,7 +136,7 @@ class TrainingRun(contextlib.ExitStack):
         Restores source and packer from the same checkpoint; opens metrics, alerts and profiler.
         """
         saved: Mapping[str, Any] = {}
-        if self._saver.latest_step():
+        if self._saver.has_steps:
             with console.show_progress("reading the last checkpoint"):
                 state, saved, self.resumed_step = layer_restacking.restore_restacked(
                     self._saver.restore, weights_lib.abstract_arrays(state), self._shape
@@ -212,6 +218,7 @@ class TrainingRun(contextlib.ExitStack):
     def begin_step(self, step: int, state: Any) -> Clock:
         """Begins a step: a stop before `commit_step` saves `state` and raises `Interrupted`."""
         self._check_owner()
+        self._report_progress(step - 1)
         clock = Clock()
         if self.goodput is not None:
             self.goodput.begin_step()
@@ -233,6 +240,7 @@ class TrainingRun(contextlib.ExitStack):
         with self._timed_save():
             self._saver.wait_before_donation()
         self.interruption.commit_step()
+        self._report_progress()
 
     def should_evaluate(self, step: int) -> bool:
         """Whether to evaluate after `step` completed steps."""
@@ -242,6 +250,15 @@ class TrainingRun(contextlib.ExitStack):
         if step == self.total_steps:
             return evaluation.after
         return evaluation.every > 0 and step % evaluation.every == 0
+
+    @property
+    def _copies_every(self) -> int:
+        """Steps between copies in memory; 0: none. A stage has none: it is short."""
+        return 0 if self._outer else self.config.checkpoint.memory_every
+
+    def should_copy(self, step: int) -> bool:
+        """Whether `step` is copied to the hosts' memory, unless a checkpoint of it is due."""
+        return self._copies_every > 0 and step % self._copies_every == 0
 
     def end_step(self, step: int, state: Any, numbers: Numbers, evaluation: Numbers) -> None:
         """Ends a step: checks alerts, writes metrics and checkpoint when due.
@@ -267,8 +284,19 @@ class TrainingRun(contextlib.ExitStack):
             with self._timed_save():
                 self.writer.flush()
                 self._saver.save(step, state, self._checkpoint_state())
+        elif self.should_copy(step):
+            with self._timed_save():
+                self.writer.flush()
+                self._saver.copy_to_memory(step, state, self._checkpoint_state())
         if self.goodput is not None:
             self.goodput.end_step(step)
+        self._report_progress(step)
+
+    def _report_progress(self, step: int | None = None) -> None:
+        """Tells the supervisor, if any, that the run goes on; steps of a stage are none of it."""
+        if step is not None and not self._outer:
+            self._completed_steps = step
+        progress.report(self._completed_steps)
 
     def _timed_save(self) -> contextlib.AbstractContextManager[None]:
         """Counts the time of a block as that of a save."""

@@ -211,6 +211,7 @@ towers IMAGES: model.vision.hidden_size=32 model.vision.num_layers=1 model.visio
     model.vision.mlp_size model.vision.patch_size=2 model.vision.window_size=8
     trainer.tower_learning_rate
 frame: trainer.num_steps trainer.stop_when=val/sft/loss<0.5 checkpoint.grace_s evaluation.every=2
+    checkpoint.memory_every=2
     evaluation.before evaluation.after
 checkpoints: checkpoint.every=2 checkpoint.keep=1 checkpoint.best_metric=quality
     checkpoint.on_failure

@@ -49,6 +49,7 @@ NOT_RUN = {
     r"jaxrl_llm view": "see tests/viewer/",
     r"jaxrl_llm control": "needs a run at work; see tests/e2e/test_layouts.py",
     r"jaxrl_llm (?:configs|new)\b": "see tests/commands/test_starters.py",
+    r"jaxrl_llm run\b": "see tests/faults/test_supervised_runs.py",
     r"jaxrl_llm envs": "see tests/commands/test_envs.py",
     r"jaxrl_llm export .*--to=": "needs a hub; see tests/launch/test_export_upload.py",
     r"jaxrl_llm export .*--format=gguf": "see tests/launch/test_export_folder.py",

@@ -236,7 +236,7 @@ def test_a_killed_process_ends_the_other_and_the_next_start_resumes(reference, t
     finally:
         for process in both:
             process.kill()
-    assert both[0].returncode == 1
+    assert both[0].returncode == 70
     assert "process 1 gave no sign of life" in said and "start the run again to resume" in said
     print(f"the other process ended {seconds:.1f} s after the kill")
     (tmp_path / "wait").unlink()
@@ -357,7 +357,7 @@ def test_a_killed_pool_ends_the_other(killed, tmp_path, cache):
     if killed == 0:
         assert both[1].returncode != 0 and "coordination service" in said, said[-3000:]
         return
-    assert both[0].returncode == 1, said[-3000:]
+    assert both[0].returncode == 70, said[-3000:]
     assert "process 1 gave no sign of life" in said and "start the run again to resume" in said
 
 

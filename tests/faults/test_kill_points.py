@@ -113,7 +113,10 @@ class Starter:
 
 def arrays(step: pathlib.Path) -> dict[str, np.ndarray]:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        return checkpointer.restore(step / "arrays")
+        saved = checkpointer.metadata(step / "arrays").item_metadata.tree
+        # As host arrays, whatever devices they were saved from.
+        to_host = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in saved}
+        return checkpointer.restore(step / "arrays", ocp.args.PyTreeRestore(restore_args=to_host))
 
 
 def check_same(workdir: pathlib.Path, reference: pathlib.Path, last: int, learned: str) -> None:

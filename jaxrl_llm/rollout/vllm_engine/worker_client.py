@@ -13,7 +13,7 @@ from absl import logging
 
 from jaxrl_llm import console
 from jaxrl_llm.config.vllm import VllmConfig
-from jaxrl_llm.errors import ConfigError, UserError
+from jaxrl_llm.errors import EXIT_FAILED, ConfigError, UserError
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.processes.child import ChildProcess
 from jaxrl_llm.rollout.vllm_engine import wire, worker_launcher
@@ -30,6 +30,8 @@ _PRIVATE_VARIABLES = ("PYTHON", "VIRTUAL_ENV", "JAX_", "XLA_", "LIBTPU_")
 
 class VllmError(UserError, RuntimeError):
     """vLLM cannot sample; the message says why and how to go on."""
+
+    exit_code = EXIT_FAILED
 
 
 class WorkerClient:

@@ -198,7 +198,7 @@ def test_a_killed_vllm_ends_the_run_with_a_reason_and_the_run_resumes(tmp_path, 
     descendants = supervisor.descendants(run.pid)
     os.kill(worker, signal.SIGKILL)
     result = runs.finish(run)
-    assert result.returncode == 1
+    assert result.returncode == 70
     assert "the vLLM worker ended with signal SIGKILL" in result.stderr
     assert "Traceback" not in result.stderr
     assert not [pid for pid in descendants if os.path.exists(f"/proc/{pid}")]

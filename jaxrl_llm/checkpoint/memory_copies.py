@@ -1,0 +1,264 @@
+"""Copies of a run's state in the memory of its hosts, from which a crashed run goes on.
+
+Each process writes its shards into a folder in memory (tmpfs), which outlives the process, and
+sends them to a partner on another host, which outlives the host. A start takes the newest step
+whose shards all exist somewhere. The folder is removed when the run ends, saved.
+"""
+
+import collections
+import contextlib
+import hashlib
+import os
+import pathlib
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent import futures
+from typing import Any
+
+import jax
+from absl import logging
+from jax._src import distributed  # no public name has the coordinator's address
+
+from jaxrl_llm.checkpoint import peer_files
+from jaxrl_llm.checkpoint.shard_file import Regions, ShardFile, write
+from jaxrl_llm.sharding import multihost
+from jaxrl_llm.storage import files
+
+Json = dict[str, Any]
+
+FOLDER_VARIABLE = "JAXRL_LLM_MEMORY_FOLDER"  # for hosts without /dev/shm
+_ID_FILE = "memory_id"  # in the run's folder: a copy belongs to this run, not to one before it
+_NAME = re.compile(r"(?P<step>[0-9]+)\.(?P<owner>[0-9]+)-(?P<count>[0-9]+)")
+_KEPT = 2  # newest steps of each process: another process may not have completed the newest
+
+
+class MemoryCopies:
+    """The copies of one run. All processes make the same calls, in the same order."""
+
+    def __init__(self, workdir: pathlib.Path):
+        """Makes the folder, and a server for the other processes if there are any.
+
+        Raises OSError if the folder cannot be made.
+        """
+        self._folder = _folder(_run_id(workdir))
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for rest in self._folder.glob("*.tmp"):
+            rest.unlink(missing_ok=True)
+        self._process, self._count = jax.process_index(), jax.process_count()
+        self._server: peer_files.PeerServer | None = None
+        self._addresses = [""]
+        self._secret = ""
+        self._partner = self._process
+        if self._count > 1:
+            self._meet()
+        self._thread = futures.ThreadPoolExecutor(1, "memory copies")
+        self._in_flight: futures.Future[None] | None = None
+        self._holders: dict[str, list[int]] = {}  # of the files of the step to restore
+
+    def _meet(self) -> None:
+        self._secret = multihost.broadcast_from_host0(secrets.token_hex(16))
+        host = peer_files.own_address(distributed.global_state.coordinator_address)
+        self._server = peer_files.PeerServer(self._folder, host, self._secret)
+        # Processes of one host share its memory: what is in one's folder is in that of the others.
+        mark = self._folder / "host"
+        with contextlib.suppress(FileExistsError):
+            mark.touch(exist_ok=False)
+        place = f"{_boot_id()}:{mark.stat().st_dev}:{mark.stat().st_ino}"
+        table = multihost.allgather([self._server.address, place])
+        self._addresses, places = map(list, zip(*table, strict=True))
+        # Neighbouring processes are in one slice, so the partner is as far away as possible.
+        distances = sorted(range(1, self._count), key=lambda d: -min(d, self._count - d))
+        partners = [(self._process + distance) % self._count for distance in distances]
+        elsewhere = [p for p in partners if places[p] != place]
+        self._partner = elsewhere[0] if elsewhere else self._process
+        if not elsewhere and multihost.is_first():
+            logging.warning(
+                "checkpoint.memory_every: all processes are on one host; its loss is a loss of the"
+                " copies in its memory, and the run then goes on from its last checkpoint"
+            )
+
+    def save(self, step: int, leaves: Mapping[str, jax.Array], meta: Json) -> None:
+        """Copies a step; returns when the arrays may be donated. A failure is logged.
+
+        The checksum and the partner's copy follow in the background.
+        """
+        self.wait()
+        path = self._folder / f"{step}.{self._process}-{self._count}"
+        try:
+            complete = write(path, leaves, {"meta": meta})
+        except OSError as error:
+            logging.warning("%s: no copy in memory of step %d (%s)", self._folder, step, error)
+            return
+
+        def finish() -> None:
+            complete()
+            if self._partner != self._process:
+                peer_files.send(path, self._addresses[self._partner], self._secret)
+            self._trim()
+
+        self._in_flight = self._thread.submit(finish)
+
+    def wait(self) -> None:
+        """Waits for the copy in flight."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
+            return
+        try:
+            in_flight.result()
+        except OSError as error:
+            logging.warning(
+                "process %d has no copy of this host's state (%s)", self._partner, error
+            )
+            self._trim()
+
+    def _trim(self) -> None:
+        """Removes all but the newest steps of each process whose files are here."""
+        for names in self._names_by_owner().values():
+            for name in sorted(names, key=_step_of)[:-_KEPT]:
+                (self._folder / name).unlink(missing_ok=True)
+
+    def _names_by_owner(self) -> dict[tuple[str, str], list[str]]:
+        names = collections.defaultdict(list)
+        for path in self._folder.iterdir():
+            if match := _NAME.fullmatch(path.name):
+                names[match["owner"], match["count"]].append(path.name)
+        return names
+
+    def newest(self, after: int) -> int:
+        """The newest step above `after` of which every shard is intact on some host, else 0."""
+        mine = [name for names in self._names_by_owner().values() for name in names]
+        holders_of_step = _complete_steps(multihost.allgather(mine))
+        for (step, count), holders in sorted(holders_of_step.items(), reverse=True):
+            if step <= after:
+                break
+            intact = [name for name in holders if name in mine and self._is_intact(name)]
+            everyone = multihost.allgather(intact)
+            self._holders = {
+                name: [p for p, names in enumerate(everyone) if name in names] for name in holders
+            }
+            if all(self._holders.values()) and len(self._holders) == count:
+                return step
+        self._holders = {}
+        return 0
+
+    def _is_intact(self, name: str) -> bool:
+        try:
+            if ShardFile(self._folder / name).is_intact:
+                return True
+            reason = "its checksum differs"
+        except (OSError, ValueError) as error:
+            reason = str(error)
+        logging.warning("%s/%s: damaged, %s", self._folder, name, reason)
+        return False
+
+    def meta(self) -> Json:
+        """The JSON part of the step that `newest` found."""
+        with self._open_file(min(self._holders, key=self._distance)) as file:
+            return dict(file.header["meta"])
+
+    def read(self, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """The arrays of the step that `newest` found, in the shardings of `expected`.
+
+        Only files that have shards for this process are read, those of its own host first. Raises
+        OSError if a host stopped answering.
+        """
+        regions = Regions()
+        for name, spec in expected.items():
+            for index in spec.sharding.addressable_devices_indices_map(spec.shape).values():
+                regions.want(name, index, spec.shape, spec.dtype)
+        for file_name in sorted(self._holders, key=self._distance):
+            if regions.is_complete:
+                break
+            with self._open_file(file_name) as file:
+                file.fill(regions)
+        if not regions.is_complete:
+            raise OSError(f"{self._folder}: the copies of this step lack shards")
+        return {
+            name: jax.make_array_from_callback(
+                spec.shape,
+                spec.sharding,
+                lambda index, name=name, spec=spec: regions.get(name, index, spec.shape),
+            )
+            for name, spec in expected.items()
+        }
+
+    def _distance(self, name: str) -> tuple[bool, bool, str]:
+        """Sorts files: this process's own first, then those in this folder."""
+        match = _NAME.fullmatch(name)
+        own = match is not None and int(match["owner"]) == self._process
+        return not own, self._process not in self._holders[name], name
+
+    @contextlib.contextmanager
+    def _open_file(self, name: str) -> Iterator[ShardFile]:
+        """A file, here or copied from the first host that answers."""
+        holders = self._holders[name]
+        if self._process in holders:
+            yield ShardFile(self._folder / name)
+            return
+        path, errors = self._folder / f"{name}.fetched.tmp", []
+        for process in holders:
+            try:
+                peer_files.fetch(name, self._addresses[process], self._secret, path)
+                file = ShardFile(path)
+                path.unlink()
+                yield file
+                return
+            except (OSError, ValueError) as error:
+                errors.append(f"process {process}: {error}")
+        raise OSError(f"{name} cannot be read from any host: {'; '.join(errors)}")
+
+    def forget_after(self, step: int) -> None:
+        """Removes copies of later steps, which this start takes again."""
+        for names in self._names_by_owner().values():
+            for name in names:
+                if _step_of(name) > step:
+                    (self._folder / name).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Removes this run's copies from the hosts, once no process writes one."""
+        self.wait()
+        multihost.allgather("written")
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        self.wait()
+        self._thread.shutdown()
+        if self._server is not None:
+            self._server.close()
+
+
+def _complete_steps(everyone: list[list[str]]) -> dict[tuple[int, int], set[str]]:
+    """(step, number of processes) -> files, of steps that have one of every process."""
+    steps: dict[tuple[int, int], set[str]] = {}
+    for name in {name for names in everyone for name in names}:
+        if match := _NAME.fullmatch(name):
+            steps.setdefault((int(match["step"]), int(match["count"])), set()).add(name)
+    return {key: names for key, names in steps.items() if len(names) == key[1]}
+
+
+def _step_of(name: str) -> int:
+    return int(name.partition(".")[0])
+
+
+def _run_id(workdir: pathlib.Path) -> str:
+    """Names this run, not its address: another run may have been there before."""
+    path = workdir / _ID_FILE
+    if multihost.is_first() and not files.is_file(path):
+        files.replace_text(path, secrets.token_hex(8))
+    return str(multihost.broadcast_from_host0(multihost.is_first() and files.read_text(path)))
+
+
+def _folder(run_id: str) -> pathlib.Path:
+    base = os.environ.get(FOLDER_VARIABLE, "")
+    if not base:
+        base = f"/dev/shm/jaxrl_llm-{os.getuid()}"
+    return pathlib.Path(base) / hashlib.sha256(run_id.encode()).hexdigest()[:16]
+
+
+def _boot_id() -> str:
+    try:
+        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
