@@ -178,7 +178,8 @@ class MemoryCopies:
             raise OSError(f"{self._folder}: the copies of this step lack shards")
 
         def assembled(name: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
-            def part(index: Index) -> np.ndarray:
+            def part(index: Index | None) -> np.ndarray:
+                assert index is not None
                 return regions.get(name, index, spec.shape)
 
             return jax.make_array_from_callback(spec.shape, spec.sharding, part)
