@@ -18,11 +18,12 @@ from concurrent import futures
 from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
 from jax._src import distributed  # no public name has the coordinator's address
 
 from jaxrl_llm.checkpoint import peer_files
-from jaxrl_llm.checkpoint.shard_file import Regions, ShardFile, write
+from jaxrl_llm.checkpoint.shard_file import Index, Regions, ShardFile, write
 from jaxrl_llm.sharding import multihost
 from jaxrl_llm.storage import files
 
@@ -59,7 +60,7 @@ class MemoryCopies:
 
     def _meet(self) -> None:
         self._secret = multihost.broadcast_from_host0(secrets.token_hex(16))
-        host = peer_files.own_address(distributed.global_state.coordinator_address)
+        host = peer_files.own_address(str(distributed.global_state.coordinator_address))
         self._server = peer_files.PeerServer(self._folder, host, self._secret)
         # Processes of one host share its memory: what is in one's folder is in that of the others.
         mark = self._folder / "host"
@@ -175,14 +176,15 @@ class MemoryCopies:
                 file.fill(regions)
         if not regions.is_complete:
             raise OSError(f"{self._folder}: the copies of this step lack shards")
-        return {
-            name: jax.make_array_from_callback(
-                spec.shape,
-                spec.sharding,
-                lambda index, name=name, spec=spec: regions.get(name, index, spec.shape),
-            )
-            for name, spec in expected.items()
-        }
+
+        def assembled(name: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
+            def part(index: Index | None) -> np.ndarray:
+                assert index is not None
+                return regions.get(name, index, spec.shape)
+
+            return jax.make_array_from_callback(spec.shape, spec.sharding, part)
+
+        return {name: assembled(name, spec) for name, spec in expected.items()}
 
     def _distance(self, name: str) -> tuple[bool, bool, str]:
         """Sorts files: this process's own first, then those in this folder."""

@@ -34,7 +34,8 @@ def write(path: pathlib.Path, leaves: Mapping[str, jax.Array], extra: Json) -> C
     shards = [(name, *each) for name, leaf in leaves.items() for each in _distinct_shards(leaf)]
     for _, _, data in shards:
         data.copy_to_host_async()
-    rows, end = [], 0
+    rows: list[Json] = []
+    end = 0
     for name, start, data in shards:
         dtype = np.dtype(data.dtype)
         rows.append({"name": name, "start": start, "shape": data.shape, "dtype": dtype.name})
