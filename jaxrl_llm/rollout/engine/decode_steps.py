@@ -240,9 +240,8 @@ def forward_step(
     positions = _step_positions(live, recent, start, width, jnp.where(active, width, 0))
     # Inactive slots see no page, so kernels skip theirs. Computed here once for all layers.
     active_ends = jnp.where(active, chunk.cached_ends, 0)
-    copied_window = window if reader == "gather" else 0
     visibility = decode_attention.make_visibility(
-        network.shape, query_positions, active_ends, positions, copied_window
+        network.shape, query_positions, active_ends, positions, chunk.cache_view
     )
     steps = (query_positions - chunk.cached_ends[:, None])[:, :, None, None]
     rotary = jax.tree.map(lambda table: jnp.take_along_axis(table, steps, axis=1), chunk.angles)

@@ -129,10 +129,11 @@ def empty_state(
     history_tokens: int = 0,
     *,
     transposed_values: bool = False,
+    rings: tuple[int, ...] = (),
 ) -> DecodeState:
     """Free slots and an empty cache; speculation needs `history_tokens` of the longest sequence.
 
-    `transposed_values` as in `Cache`.
+    `transposed_values` and `rings` as in `Cache`.
     """
     page_sizes = num_pages, page_tokens
     zeros = jnp.zeros(num_slots, jnp.int32)
@@ -140,7 +141,12 @@ def empty_state(
     keys = jnp.zeros((num_slots, 2), jnp.uint32)
     return DecodeState(
         cache=kv_cache.empty_cache(
-            network.shape, *page_sizes, network.cached_dtype, transposed_values=transposed_values
+            network.shape,
+            *page_sizes,
+            network.cached_dtype,
+            transposed_values=transposed_values,
+            rings=rings,
+            num_slots=num_slots,
         ),
         tokens=zeros,
         positions=zeros,
@@ -180,8 +186,12 @@ def insert(
     cache = kv_cache.write_prompt_pages(
         state.cache, split, writes.page_ids, starts, prefix.keys, prefix.values
     )
+    prompt_starts = prefix.starts[a.prompt_indices]
+    cache = kv_cache.write_prompt_rings(
+        cache, split, a.slots, prompt_starts, lengths, prefix.keys, prefix.values
+    )
     # A row of a prefix holds one prompt where layers have states.
-    rows = prefix.starts[a.prompt_indices] // prefix.width
+    rows = prompt_starts // prefix.width
     states = layer_states.write_slots(
         state.layer_states, a.slots, jax.tree.map(lambda array: array[rows], prefix.states)
     )
@@ -271,18 +281,18 @@ def extend(
     recent = kv_cache.empty_write_buffer(
         network.shape, count, width, state.cache.keys[0].dtype, states
     )
-    copies_cache = reader != "own"
-    cache_view: ContiguousView | PagedView = PagedView(state.cache, continuation.table, {}, reader)
-    if copies_cache:
-        cache_view = kv_cache.gather_pages(
-            state.cache, split, continuation.table, window, by_slot=False
-        )
+    table, rows = continuation.table, {"by_slot": False, "slots": admission.slots}
+    cache_view: ContiguousView | PagedView = PagedView(
+        state.cache, table, {}, reader, admission.slots
+    )
+    if reader != "own":
+        cache_view = kv_cache.gather_pages(state.cache, split, table, window, **rows)
     visibility = decode_attention.make_visibility(
         network.shape,
         query_positions,
         continuation.cached_lengths,
         positions,
-        window if copies_cache else 0,
+        cache_view,
     )
     offsets = admission.rotary_offsets[:, None]
     rotary = network.rotary(query_positions + offsets if sights is None else sights.positions)
@@ -311,22 +321,26 @@ def extend(
         history = history.at[admission.slots, lengths].set(outputs.tokens[0], mode="drop")
     # Writing the donated cache before all layers have read it would copy it. The page table gets a
     # fake dependency on the output (+ 0), so that the write comes last.
-    table = continuation.table + (x[0, 0, 0] > jnp.inf)
-    cache = kv_cache.flush_buffer(state.cache, split, recent, table, by_slot=False)
+    late = x[0, 0, 0] > jnp.inf
+    rows["slots"] = admission.slots + late
+    cache = kv_cache.flush_buffer(state.cache, split, recent, table + late, **rows)
     states = layer_states.write_slots(state.layer_states, admission.slots, recent.states)
     state = dataclasses.replace(state, cache=cache, history=history, layer_states=states)
     return state, outputs, routes[..., : network.num_routes if keeps_routes else 0]
 
 
 def move(state: DecodeState, sources: Int[Array, " n"], targets: Int[Array, " n"]) -> DecodeState:
-    """Moves samples to free slots, pages unchanged; a target past the last slot is padding."""
+    """Moves samples to free slots with their states and rings, other pages unchanged; a target past
+    the last slot is padding.
+    """
     put = lambda a, value: a.at[targets].set(value, mode="drop")  # noqa: E731
     slots = state.remaining.shape[0]
     vacated = jnp.where(targets < slots, sources, slots)
     remaining = put(state.remaining.at[vacated].set(0, mode="drop"), state.remaining[sources])
     moved = dataclasses.replace(state, cache=NO_CACHE)
     moved = jax.tree.map(lambda a: put(a, a[sources]), moved)
-    return dataclasses.replace(moved, cache=state.cache, remaining=remaining)
+    cache = kv_cache.move_rings(state.cache, sources, targets)
+    return dataclasses.replace(moved, cache=cache, remaining=remaining)
 
 
 def release(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:
