@@ -89,14 +89,15 @@ def page_tokens(platform: str) -> int:
 def ring_pages(window_tokens: int, page: int, max_tokens: int) -> int:
     """Pages of a ring that holds the latest `window_tokens` tokens of a sequence.
 
-    One more than these tokens fill, as they may begin and end within a page; 0 where a whole
-    sequence of `max_tokens` needs no more, or `window_tokens` is 0: no ring then.
+    One more than these tokens fill, as they may begin and end within a page. 0, which is no ring,
+    without a window, and where a ring is longer than half of a sequence of `max_tokens`: it would
+    save less than samples save that share the pages of a prompt.
 
     >>> ring_pages(1024, 128, 32768)
     9
     """
     pages = -(-window_tokens // page) + 1
-    return pages if window_tokens and pages * page < max_tokens else 0
+    return pages if window_tokens and 2 * pages * page <= max_tokens else 0
 
 
 def cache_pages(

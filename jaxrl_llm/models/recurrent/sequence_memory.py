@@ -13,6 +13,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+from jaxrl_llm.config.kv_cache_sizing import ring_pages
 from jaxrl_llm.models.architecture import Architecture, LayerType
 
 
@@ -62,10 +63,15 @@ def paged_layers(shape: Architecture) -> tuple[int, ...]:
     return tuple(i for i, kind in enumerate(shape.layer_types) if kind.mixer == "attention")
 
 
-def layer_windows(shape: Architecture) -> tuple[int, ...]:
-    """`SequenceMemory.window_tokens` of the layers of `paged_layers`."""
-    kinds = shape.layer_types
-    return tuple(layer_memory(shape, kinds[i]).window_tokens for i in paged_layers(shape))
+def layer_rings(shape: Architecture, page: int, max_tokens: int) -> tuple[int, ...]:
+    """Pages of a slot's ring for each of `paged_layers`, 0: pages of whole sequences.
+
+    (): no layer has a ring. See `ring_pages`.
+    """
+    kinds = (shape.layer_types[i] for i in paged_layers(shape))
+    windows = (layer_memory(shape, kind).window_tokens for kind in kinds)
+    rings = tuple(ring_pages(window, page, max_tokens) for window in windows)
+    return rings if any(rings) else ()
 
 
 def recurrent_layers(shape: Architecture) -> tuple[int, ...]:

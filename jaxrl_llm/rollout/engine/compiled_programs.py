@@ -65,11 +65,11 @@ class EnginePrograms:
         self.wait_compiled: Callable[[], None] = lambda: None
         self.num_routes = network.num_routes if keeps_routes else 0
         has_state = sequence_memory.has_state(network.shape)
-        if has_state and speculation.draft_tokens:
-            raise ValueError(recurrent_checks.SPECULATION_PROBLEM)
         device = mesh.devices.flat[0]
         page = page_tokens(device.platform)
-        self.rings = kv_cache.layer_rings(network.shape, page, max_tokens) if window_cache else ()
+        self.rings: tuple[int, ...] = ()
+        if window_cache:
+            self.rings = sequence_memory.layer_rings(network.shape, page, max_tokens)
         # Whether a sequence can go on from the pages of its tokens alone.
         self.pages_resume = not (has_state or self.rings)
         if prefix_caching and not self.pages_resume:

@@ -296,7 +296,7 @@ def extend(
     )
     offsets = admission.rotary_offsets[:, None]
     rotary = network.rotary(query_positions + offsets if sights is None else sights.positions)
-    x, recent, routes = forward_layers(
+    x, recent, routes, _ = forward_layers(
         network,
         params,
         cache_view,
@@ -364,19 +364,24 @@ def forward_layers(
     visibility: decode_attention.Visibility,
     is_token: Bool[Array, "S Q"],
     sights: ImageInputs | None = None,
-) -> tuple[Float[Array, "S Q D"], WriteBuffer, Int[Array, "S Q routes"]]:
-    """Last hidden states, the buffer with keys, values and states of these tokens, and routes.
+) -> tuple[
+    Float[Array, "S Q D"], WriteBuffer, Int[Array, "S Q routes"], tuple[GatedDeltaInputs, ...]
+]:
+    """Last hidden states, the buffer with keys, values and states of these tokens, routes, and what
+    recurrent layers read, for `layer_states.advanced`.
 
     States do not change where `is_token` is false.
     """
     x = network.embed(params, inputs, sights)
     paged: list[tuple[Array, ...]] = []
     states: list[LayerState] = []
+    recurrent_inputs: list[GatedDeltaInputs] = []
     chosen_experts = []
     for layer, kind in zip(params["layers"], network.shape.layer_types, strict=True):
 
         def attend(a: AttentionInputs | GatedDeltaInputs):
             if isinstance(a, GatedDeltaInputs):
+                recurrent_inputs.append(a)
                 return a.after_state(recent.states[len(states)], is_token)
             layer_recent = kv_cache.append_to_buffer(recent, len(paged), start, a.cache_entries)
             return decode_attention.cached_attention(
@@ -393,4 +398,5 @@ def forward_layers(
         x,
         WriteBuffer(keys, values[0] if values else (), recent.positions, tuple(states)),
         routes,
+        tuple(recurrent_inputs),
     )

@@ -87,13 +87,10 @@ class Engine:
             prompt are known only where it is computed; nor with layers that keep a state, which is
             not that of a prefix.
           window_cache: Whether layers with sliding windows or chunked attention keep no more than
-            these of a sequence, where that is less than `max_tokens`: in a ring of pages per slot
-            (`kv_cache`). Then there is no prefix caching, as a prefix has no ring; a request that
-            continues a sample goes on from its slot until another sample needs that, and what is
-            preempted is read again from its first token. Else such layers keep all tokens, as
-            others do.
-
-        Raises ValueError on speculation with layers that keep a state.
+            these of a sequence, where that is at most half of `max_tokens`: in a ring of pages per
+            slot (`kv_cache`). Then there is no prefix caching, as a prefix has no ring; a request
+            that continues a sample goes on from its slot until another sample needs that, and what
+            is preempted is read again from its first token. Else they keep all tokens, as others.
         """
         network = dataclasses.replace(network, shape=network.shape.for_length(max_tokens))
         self.network, self.mesh, self.layout = network, mesh, layout

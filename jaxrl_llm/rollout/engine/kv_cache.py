@@ -28,11 +28,10 @@ from jaxrl_llm.config.kv_cache_sizing import (
     SequenceLengths,
     choose_slots,
     page_tokens,
-    ring_pages,
 )
 from jaxrl_llm.models import quantization
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.recurrent.sequence_memory import layer_windows, paged_layers
+from jaxrl_llm.models.recurrent.sequence_memory import layer_rings, paged_layers
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout.engine.layer_states import LayerStates, state_bytes
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -155,12 +154,6 @@ def empty_cache(
         transposed_values,
         rings,
     )
-
-
-def layer_rings(shape: Architecture, page: int, max_tokens: int) -> tuple[int, ...]:
-    """`Cache.rings` of layers that keep no more than their windows; (): none has a ring."""
-    rings = tuple(ring_pages(window, page, max_tokens) for window in layer_windows(shape))
-    return rings if any(rings) else ()
 
 
 def ring_table(
