@@ -10,13 +10,14 @@ import tiny
 from engine_work import ONE, assert_same, read_by, request
 from kinds_of_layers import NETWORKS
 
-from jaxrl_llm.config import SpeculationConfig
+from jaxrl_llm.config import MeshConfig, SpeculationConfig
 from jaxrl_llm.config.kv_cache_sizing import ring_pages
 from jaxrl_llm.models.architecture import LayerType
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rollout.engine import kv_cache
+from jaxrl_llm.rollout.engine import aot_programs, kv_cache
 from jaxrl_llm.rollout.engine.engine import Engine
 from jaxrl_llm.rollout.engine.requests import Request, SamplingParams
+from jaxrl_llm.sharding import mesh as mesh_lib
 
 LIMIT, PAGE = 96, 8
 RING = 3  # pages of the windows of 9 and chunks of 11 below
@@ -96,9 +97,10 @@ def test_rings_are_read_where_they_lie(name, reader, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_rings_are_read_by_the_kernel_of_the_cpu(name):
-    network = network_of(name).for_decoding(ONE)
+    trained = network_of(name)
+    network = trained.for_decoding(ONE)
     assert network.decode_attention
-    params = tiny.rollout_params(tiny.params(network), ONE, network)
+    params = tiny.rollout_params(tiny.params(trained), ONE, trained, rollout=network)
     settings = {"num_slots": 4, "max_tokens": LIMIT, "chunk_steps": 5, "window_cache": True}
     assert_same(Engine(network, ONE, **settings).generate(params, workload()), expected(name))
 
@@ -199,3 +201,36 @@ def test_prefix_caching_is_off_with_rings(caplog):
     assert not engine.prefix_caching and "window_cache off" in caplog.text
     caplog.clear()
     assert engine_with("sinks", prefix_caching=True).prefix_caching and not caplog.text
+
+
+@pytest.mark.slow
+def test_a_tpu_holds_1024_tokens_of_a_window(tpu_devices, monkeypatch):
+    """By its compiler: of 32k tokens, and nothing copies the cache."""
+    monkeypatch.setattr("jaxrl_llm.config.kv_cache_sizing._PAGE_TOKENS", {"tpu": 128})
+    tpus = tpu_devices("v5e:2x4")
+    mesh = mesh_lib.make_mesh(MeshConfig(data=4, fsdp=1, tensor=2), tpus)
+    network = tiny.with_sizes(
+        dataclasses.replace(tiny.NETWORK, compute_dtype="bfloat16"),
+        vocab_size=4096,
+        hidden_size=1024,
+        num_layers=4,
+        num_heads=16,
+        num_kv_heads=8,
+        head_size=128,
+        mlp_size=2048,
+        layers=(LayerType(window=1024), LayerType(window=1024), LayerType(), LayerType(chunk=1024)),
+    )
+    needed = {}
+    for keeps in (True, False):
+        engine = Engine(network, mesh, num_slots=16, max_tokens=32768, window_cache=keeps)
+        mover = tiny.resharder(mesh, network, dtype="bfloat16")
+        compiled = aot_programs.lower_generate(engine.programs, mover.abstract()).compile()
+        memory = compiled.memory_analysis()
+        rings = engine.programs.rings
+        cache = kv_cache.cache_bytes(network, mesh, 16 * 32768, 16, rings, 128)
+        assert memory.temp_size_in_bytes < 0.05 * cache
+        assert cache <= memory.alias_size_in_bytes < 1.01 * cache
+        needed[keeps] = memory.alias_size_in_bytes
+    assert rings == () and needed[True] / needed[False] == pytest.approx(
+        (1 + 3 * 1152 / 32768) / 4, rel=0.01
+    )
