@@ -394,12 +394,6 @@ class RLConfig(JobConfig):
         return SequenceLengths(*tokens, self.algorithm.samples_per_prompt)
 
     @property
-    def keeps_windows_only(self) -> bool:
-        """Whether layers keep no more than their attention windows of a sampled sequence."""
-        choice = self.rollout.window_cache
-        return choice == "window" or (choice == "auto" and not self.agent.is_used)
-
-    @property
     def max_scored_tokens(self) -> int:
         return self.rollout.max_response_tokens
 

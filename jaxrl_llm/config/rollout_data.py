@@ -313,6 +313,12 @@ class RolloutConfig(ConfigGroup):
     speculation: SpeculationConfig = NO_SPECULATION
     vllm: VllmConfig = DEFAULT_VLLM
 
+    def keeps_windows_only(self, agent: AgentConfig) -> bool:
+        """Whether layers keep no more than their attention windows of a sampled sequence."""
+        if self.window_cache == "auto":
+            return not agent.is_used
+        return self.window_cache == "window"
+
     @property
     def differs_from_policy(self) -> bool:
         """Whether log-probs of the engine differ from the policy's by more than its dtype."""

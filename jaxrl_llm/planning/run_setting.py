@@ -319,7 +319,7 @@ class RunSetting:
     def rings(self) -> tuple[int, ...]:
         """Pages of a slot's ring for each layer with pages, as in `layer_rings`."""
         config = self.config
-        if not config.keeps_windows_only:
+        if not config.rollout.keeps_windows_only(config.agent):
             return ()
         return layer_rings(self.policy, page_tokens(self.backend), config.max_sequence_tokens)
 

@@ -278,7 +278,7 @@ def make_sampler(
         target,
         *sizes,
         config.rollout.num_slots,
-        window_cache=config.keeps_windows_only,
+        window_cache=config.rollout.keeps_windows_only(config.agent),
     )
     prompts, most = config.trainer.prompts_per_step, config.max_sequence_tokens
     shapes = host_inputs.prefill_shapes(prompts, longest_prompt, most) if longest_prompt else ()
@@ -298,7 +298,7 @@ def make_sampler(
         decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         prompt_shapes=shapes,
         prefix_caching=config.rollout.prefix_caching,
-        window_cache=config.keeps_windows_only,
+        window_cache=config.rollout.keeps_windows_only(config.agent),
     )
     return PolicySampler(
         models=models,
