@@ -425,8 +425,8 @@ def _decode(setting: RunSetting) -> MemoryParts:
     slots = max(1, setting.num_slots // setting.sampling_shards)
     positions = 1 + rollout.speculation.draft_tokens
     # The write buffer of a chunk of steps, with a copy of the states.
-    recent = len(paged_layers(shape)) * rollout.chunk_steps * positions
-    recent = recent * setting.entry_bytes(setting.num_slots)
+    tokens = len(paged_layers(shape)) * rollout.chunk_steps * positions
+    recent = tokens * setting.entry_bytes(setting.num_slots)
     recent += setting.state_bytes(setting.num_slots)
     vocab = setting.tensor_shard(shape.vocab_size)
     table = vocab * shape.hidden_size * setting.rollout_item

@@ -81,8 +81,8 @@ def make_engine(
 
     The default of `num_slots` is 16 on CPU and 64 elsewhere, fewer if memory is short. With `full`,
     the KV cache holds the longest reply in all slots at once. Without `prefix_caching`, layers keep
-    no more than their attention windows. It is the built-in engine, whatever
-    the run's `rollout.engine`. `network` is that of the policy with places for adapters, if any.
+    no more than their attention windows. It is the built-in engine, whatever the run's
+    `rollout.engine`. `network` is that of the policy with places for adapters, if any.
     """
     args, max_tokens = source.sampler.engine_args, model.max_tokens
     network, mesh = network or args.network, args.mesh

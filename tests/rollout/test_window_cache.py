@@ -198,7 +198,7 @@ def test_memory_is_that_of_the_windows():
 
 def test_prefix_caching_is_off_with_rings(caplog):
     engine = engine_with("windows and experts", prefix_caching=True)
-    assert not engine.prefix_caching and "window_cache off" in caplog.text
+    assert not engine.prefix_caching and "window_cache='sequence'" in caplog.text
     caplog.clear()
     assert engine_with("sinks", prefix_caching=True).prefix_caching and not caplog.text
 

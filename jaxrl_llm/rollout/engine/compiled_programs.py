@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 MOVES = 4  # samples moved by one call
 _WINDOW_CACHE_NOTE = (
     "prefix caching is off: layers keep no more of a sequence than their attention windows, and"
-    " those at the end of a prefix are not kept; with window_cache off, they keep all tokens"
+    " those at the end of a prefix are not kept; rollout.window_cache='sequence' keeps all tokens"
 )
 _WINDOW_STEP = 64  # finer windows would save less time than their compilation costs
 

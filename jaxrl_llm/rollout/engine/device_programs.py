@@ -281,12 +281,12 @@ def extend(
     recent = kv_cache.empty_write_buffer(
         network.shape, count, width, state.cache.keys[0].dtype, states
     )
-    table, rows = continuation.table, {"by_slot": False, "slots": admission.slots}
-    cache_view: ContiguousView | PagedView = PagedView(
-        state.cache, table, {}, reader, admission.slots
-    )
+    table, rows = continuation.table, admission.slots
+    cache_view: ContiguousView | PagedView = PagedView(state.cache, table, {}, reader, rows)
     if reader != "own":
-        cache_view = kv_cache.gather_pages(state.cache, split, table, window, **rows)
+        cache_view = kv_cache.gather_pages(
+            state.cache, split, table, window, by_slot=False, slots=rows
+        )
     visibility = decode_attention.make_visibility(
         network.shape,
         query_positions,
@@ -319,11 +319,12 @@ def extend(
     if history.shape[1]:
         history = history.at[admission.slots].set(continuation.history, mode="drop")
         history = history.at[admission.slots, lengths].set(outputs.tokens[0], mode="drop")
-    # Writing the donated cache before all layers have read it would copy it. The page table gets a
-    # fake dependency on the output (+ 0), so that the write comes last.
-    late = x[0, 0, 0] > jnp.inf
-    rows["slots"] = admission.slots + late
-    cache = kv_cache.flush_buffer(state.cache, split, recent, table + late, **rows)
+    # Writing the donated cache before all layers have read it would copy it. The page table and the
+    # slots of rings get a fake dependency on the output (+ 0), so that the write comes last.
+    zero = x[0, 0, 0] > jnp.inf
+    cache = kv_cache.flush_buffer(
+        state.cache, split, recent, table + zero, by_slot=False, slots=rows + zero
+    )
     states = layer_states.write_slots(state.layer_states, admission.slots, recent.states)
     state = dataclasses.replace(state, cache=cache, history=history, layer_states=states)
     return state, outputs, routes[..., : network.num_routes if keeps_routes else 0]
