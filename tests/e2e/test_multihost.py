@@ -126,7 +126,7 @@ def test_processes_equal_one_and_others_resume(name, counts, reference, tmp_path
 def test_layers_with_a_state(tmp_path, cache):
     """Samples of gated delta nets with drafts, and their updates."""
     changes = {"model.num_layers": 4, "warm_start.num_steps": 0, "trainer.minibatch_size": 8}
-    changes |= {"rollout.speculation.draft_tokens": 2, "evaluation.before": False}
+    changes |= {"rollout.speculation.draft_tokens": 2, "rollout.speculation.ngram_tokens": 1}
     for folder, count in (("one", 1), ("two", 2)):
         (tmp_path / folder).mkdir()
         command = arguments("grpo_hybrid_tiny", tmp_path / folder, **changes)
