@@ -23,7 +23,7 @@ def _engine(
     """An engine like that of the run, for sequences of `max_tokens`."""
     network, mesh = of_run.network, of_run.mesh
     num_slots, cache_tokens = kv_cache.fitting_cache_size(
-        network, mesh, SequenceLengths(max_tokens), num_samples
+        network, mesh, SequenceLengths(max_tokens), num_samples, window_cache=True
     )
     args = EngineArgs(
         network,
@@ -32,6 +32,7 @@ def _engine(
         max_tokens=max_tokens,
         layout=of_run.layout,
         cache_tokens=cache_tokens,
+        window_cache=True,
     )
     return engines.build(rollout, args)
 

@@ -54,7 +54,8 @@ def choose_slots(
 
     Args:
       num_shards: Number of devices that slots are split over, where they can be split.
-      cache_bytes: Bytes a device of (tokens of all sequences, number of sequences).
+      cache_bytes: Bytes a device of (tokens of all sequences, number of sequences); 0 tokens: what
+        does not grow with them.
       logits_bytes: Bytes a device of the logits of this number of sequences.
     """
     if platform == "cpu":
@@ -71,14 +72,32 @@ def choose_slots(
     while slots > 1 and memory_needed(slots) > budget:
         slots = -(-slots // 2)
     full_tokens = sum(lengths.cache_tokens(page, slots, num_shards))
-    bytes_per_token = cache_bytes(full_tokens, slots) / full_tokens
-    capacity = min(full_tokens, max(budget - logits_bytes(slots), 0.0) / bytes_per_token)
+    fixed = cache_bytes(0, slots)  # rings and states, whatever the number of tokens
+    bytes_per_token = (cache_bytes(full_tokens, slots) - fixed) / full_tokens
+    affordable = max(budget - logits_bytes(slots) - fixed, 0.0)
+    if affordable >= full_tokens * bytes_per_token:
+        return slots, max(full_tokens, lengths.sequence)
+    capacity = affordable / bytes_per_token
     return slots, max(int(capacity), lengths.sequence)
 
 
 def page_tokens(platform: str) -> int:
     """Page size of the KV cache in tokens."""
     return _PAGE_TOKENS.get(platform, 64)
+
+
+def ring_pages(window_tokens: int, page: int, max_tokens: int) -> int:
+    """Pages of a ring that holds the latest `window_tokens` tokens of a sequence.
+
+    One more than these tokens fill, as they may begin and end within a page. 0, which is no ring,
+    without a window, and where a ring is longer than half of a sequence of `max_tokens`: it would
+    save less than samples save that share the pages of a prompt.
+
+    >>> ring_pages(1024, 128, 32768)
+    9
+    """
+    pages = -(-window_tokens // page) + 1
+    return pages if window_tokens and 2 * pages * page <= max_tokens else 0
 
 
 def cache_pages(

@@ -296,6 +296,12 @@ class RolloutConfig(ConfigGroup):
     # Keys and values of a prompt's beginning are those of an earlier prompt of the step, if both
     # have the same tokens there (a page or more). Without effect where expert routes are kept.
     prefix_caching: bool = True
+    # What layers with sliding windows or chunked attention keep of a sequence: "window", the tokens
+    # that they still attend to, or "sequence", all, as other layers. A window is kept by decode
+    # slot, not in shared pages: there is no prefix caching then, and an episode goes on from its
+    # slot until another needs that, else it is read again. "auto": "window" in runs without
+    # episodes. Sequences that are shorter than two windows are always kept whole.
+    window_cache: Literal["auto", "window", "sequence"] = "auto"
     # Decode steps between two checks by the host.
     chunk_steps: Annotated[int, Range("[1, 128]")] = 16
     dtype: Literal["compute", "float32", "bfloat16"] = "compute"
@@ -306,6 +312,12 @@ class RolloutConfig(ConfigGroup):
     cache_dtype: Literal["rollout", "float32", "bfloat16", "fp8"] = "rollout"
     speculation: SpeculationConfig = NO_SPECULATION
     vllm: VllmConfig = DEFAULT_VLLM
+
+    def keeps_windows_only(self, agent: AgentConfig) -> bool:
+        """Whether layers keep no more than their attention windows of a sampled sequence."""
+        if self.window_cache == "auto":
+            return not agent.is_used
+        return self.window_cache == "window"
 
     @property
     def differs_from_policy(self) -> bool:

@@ -20,7 +20,7 @@ RESUMABLE = (
     "profiler",
     "trainer.max_tokens_per_microbatch", "mesh", "placement", "model.remat", "model.attention",
     "trainer.layouts", "rollout.num_slots", "rollout.cache_tokens", "rollout.chunk_steps",
-    "rollout.speculation", "rollout.prefix_caching", "rollout.vllm",
+    "rollout.speculation", "rollout.prefix_caching", "rollout.window_cache", "rollout.vllm",
     "rewards.num_workers", "rewards.timeout_s", "rewards.memory_gib", "rewards.environment",
     "rewards.ray_workers", "agent.ray_workers", "agent.num_processes", "agent.memory_gib",
     "agent.harness_timeout_s", "agent.max_harness_processes",

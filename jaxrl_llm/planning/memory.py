@@ -15,6 +15,7 @@ from jaxrl_llm.models import attention, heads
 from jaxrl_llm.models.architecture import LayerType
 from jaxrl_llm.models.moe import expert_mlp
 from jaxrl_llm.models.recurrent.gated_delta_rule import CHUNK_TOKENS
+from jaxrl_llm.models.recurrent.sequence_memory import paged_layers
 from jaxrl_llm.planning import vision_costs
 from jaxrl_llm.planning.run_setting import (
     SCORING_PROGRAMS,
@@ -424,7 +425,9 @@ def _decode(setting: RunSetting) -> MemoryParts:
     slots = max(1, setting.num_slots // setting.sampling_shards)
     positions = 1 + rollout.speculation.draft_tokens
     # The write buffer of a chunk of steps, with a copy of the states.
-    recent = setting.cache_bytes(setting.num_slots, rollout.chunk_steps * positions)
+    tokens = len(paged_layers(shape)) * rollout.chunk_steps * positions
+    recent = tokens * setting.entry_bytes(setting.num_slots)
+    recent += setting.state_bytes(setting.num_slots)
     vocab = setting.tensor_shard(shape.vocab_size)
     table = vocab * shape.hidden_size * setting.rollout_item
     temporary = 0.0

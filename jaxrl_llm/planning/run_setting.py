@@ -17,12 +17,17 @@ from jax.sharding import AbstractMesh
 
 from jaxrl_llm.algorithms import requirements
 from jaxrl_llm.config import OptimizerConfig, RLConfig
-from jaxrl_llm.config.kv_cache_sizing import cache_pages, choose_slots
+from jaxrl_llm.config.kv_cache_sizing import cache_pages, choose_slots, page_tokens
 from jaxrl_llm.learner import optimizer
 from jaxrl_llm.models import attention, flops, mixed_precision
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.layers import NO_ADAPTERS, MatmulImpl
-from jaxrl_llm.models.recurrent.sequence_memory import has_state, paged_layers, state_numbers
+from jaxrl_llm.models.recurrent.sequence_memory import (
+    has_state,
+    layer_rings,
+    paged_layers,
+    state_numbers,
+)
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.packing import row_layout as row_layout_lib
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -304,11 +309,25 @@ class RunSetting:
         return rows.num_microbatches * rows.rows * rows.width / self.mesh["sequence"]
 
     def cache_bytes(self, rows: int, width: float) -> float:
-        """Bytes of the pages and the states of `rows` sequences of `width` tokens."""
+        """Bytes of the pages, rings and states of `rows` sequences of `width` tokens."""
+        rings = [pages for pages in self.rings if pages]
+        num_whole = len(paged_layers(self.policy)) - len(rings)
+        tokens = num_whole * width + sum(rings) * page_tokens(self.backend)
+        return tokens * self.entry_bytes(rows) + self.state_bytes(rows)
+
+    @property
+    def rings(self) -> tuple[int, ...]:
+        """Pages of a slot's ring for each layer with pages, as in `layer_rings`."""
+        config = self.config
+        if not config.rollout.keeps_windows_only(config.agent):
+            return ()
+        return layer_rings(self.policy, page_tokens(self.backend), config.max_sequence_tokens)
+
+    def entry_bytes(self, rows: int) -> float:
+        """Bytes of what one layer caches of one token of each of `rows` sequences."""
         heads, key_size, value_size = self.policy.kv_cache_sizes
-        entries = self.local_rows(rows) * self.tensor_shard(heads) * width * (key_size + value_size)
-        pages = 1.0 * len(paged_layers(self.policy)) * entries * self.cache_item
-        return pages + self.state_bytes(rows)
+        entries = self.local_rows(rows) * self.tensor_shard(heads) * (key_size + value_size)
+        return 1.0 * entries * self.cache_item
 
     def state_bytes(self, rows: int) -> float:
         """Bytes of the states of recurrent layers of `rows` sequences."""

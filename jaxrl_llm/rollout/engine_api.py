@@ -64,6 +64,7 @@ class EngineArgs:
     cache_tokens: int = 0  # KV cache of all slots; 0: `num_slots` times `max_tokens`
     prompt_shapes: Sequence[RowShape] = ()  # prefill batches (rows, width) to compile for
     prefix_caching: bool = False  # prompts share keys and values of their common beginnings
+    window_cache: bool = False  # layers keep no more than their windows; no prefix caching then
 
     @property
     def limits(self) -> RequestLimits:

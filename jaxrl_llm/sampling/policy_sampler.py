@@ -274,7 +274,11 @@ def make_sampler(
     speculation = config.rollout.speculation
     sizes = config.sampled_lengths, config.sequences_per_step, speculation.draft_tokens
     num_slots, fitting = kv_cache.fitting_cache_size(
-        network, target, *sizes, config.rollout.num_slots
+        network,
+        target,
+        *sizes,
+        config.rollout.num_slots,
+        window_cache=config.rollout.keeps_windows_only(config.agent),
     )
     prompts, most = config.trainer.prompts_per_step, config.max_sequence_tokens
     shapes = host_inputs.prefill_shapes(prompts, longest_prompt, most) if longest_prompt else ()
@@ -294,6 +298,7 @@ def make_sampler(
         decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         prompt_shapes=shapes,
         prefix_caching=config.rollout.prefix_caching,
+        window_cache=config.rollout.keeps_windows_only(config.agent),
     )
     return PolicySampler(
         models=models,

@@ -19,7 +19,6 @@ from jaxrl_llm.config.kv_cache_sizing import SequenceLengths
 from jaxrl_llm.data.encoding import Treatment, set_treatment
 from jaxrl_llm.data.token_names import detokenizer
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.recurrent.checks import check_draft_tokens
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout.engine import kv_cache
 from jaxrl_llm.rollout.engine.aot_programs import Program
@@ -81,16 +80,21 @@ def make_engine(
     """An engine for serving; fewer `chunk_steps` stream more smoothly, more have less overhead.
 
     The default of `num_slots` is 16 on CPU and 64 elsewhere, fewer if memory is short. With `full`,
-    the KV cache holds the longest reply in all slots at once. It is the built-in engine, whatever
-    the run's `rollout.engine`. `network` is that of the policy with places for adapters, if any.
+    the KV cache holds the longest reply in all slots at once. Without `prefix_caching`, layers keep
+    no more than their attention windows. It is the built-in engine, whatever the run's
+    `rollout.engine`. `network` is that of the policy with places for adapters, if any.
     """
     args, max_tokens = source.sampler.engine_args, model.max_tokens
     network, mesh = network or args.network, args.mesh
-    check_draft_tokens("--draft_tokens", draft_tokens, network.shape)
     max_slots, cache_tokens = 16 if source.models.platform == "cpu" else 64, 0
     if not num_slots:
         num_slots, cache_tokens = kv_cache.fitting_cache_size(
-            network, mesh, SequenceLengths(max_tokens), max_slots, draft_tokens
+            network,
+            mesh,
+            SequenceLengths(max_tokens),
+            max_slots,
+            draft_tokens,
+            window_cache=not prefix_caching,
         )
         if full:
             num_slots, cache_tokens = max(1, min(num_slots, cache_tokens // max_tokens)), 0
@@ -105,6 +109,7 @@ def make_engine(
         decode=detokenizer(model.tokenizer),
         cache_tokens=cache_tokens,
         prefix_caching=prefix_caching,
+        window_cache=not prefix_caching,
     )
 
 

@@ -241,7 +241,7 @@ engine: mesh.rollout rollout.max_response_tokens rollout.engine=nowhere:Engine r
     rollout.top_k rollout.top_p rollout.min_p rollout.support_tokens=8
     rollout.stop_tokens rollout.stop_strings
     rollout.num_slots rollout.cache_tokens=4096 rollout.chunk_steps rollout.dtype=bfloat16
-    rollout.prefix_caching
+    rollout.prefix_caching rollout.window_cache=sequence
     rollout.quantization rollout.cache_dtype=fp8 rollout.speculation.draft_tokens=2
     rollout.speculation.ngram_tokens agent.max_turn_tokens=3
 engine IMAGES: rollout.suppress_unused_tokens

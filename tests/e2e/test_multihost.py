@@ -123,6 +123,18 @@ def test_processes_equal_one_and_others_resume(name, counts, reference, tmp_path
 
 
 @pytest.mark.nightly
+def test_layers_with_a_state(tmp_path, cache):
+    """Samples of gated delta nets with drafts, and their updates."""
+    changes = {"model.num_layers": 4, "warm_start.num_steps": 0, "trainer.minibatch_size": 8}
+    changes |= {"rollout.speculation.draft_tokens": 2, "rollout.speculation.ngram_tokens": 1}
+    for folder, count in (("one", 1), ("two", 2)):
+        (tmp_path / folder).mkdir()
+        command = arguments("grpo_hybrid_tiny", tmp_path / folder, **changes)
+        processes.run(command, count, 8 // count, cache)
+    check_same_run(tmp_path / "two/run", tmp_path / "one/run")
+
+
+@pytest.mark.nightly
 def test_a_stage_on_each_process(tmp_path, cache):
     """Only the permutes between the stages, and the ends, cross the border."""
     layers, stages = {"model.num_layers": 2}, {"mesh.stage": 2, "mesh.data": 1}

@@ -8,8 +8,9 @@ import re
 import jax
 import pytest
 
+from jaxrl_llm.config.agent import AgentConfig
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.models.architecture import VisionArchitecture
+from jaxrl_llm.models.architecture import LayerType, VisionArchitecture
 from jaxrl_llm.planning import compiled_memory, memory, memory_plan
 from jaxrl_llm.planning.accelerators import DEVICES
 from jaxrl_llm.planning.published_shapes import SHAPES
@@ -35,6 +36,35 @@ def setting(shape=SHAPE, split=(1, 4, 1, 2), backend="cpu", **groups) -> RunSett
     values = {**VALUES, **{name: {**VALUES.get(name, {}), **g} for name, g in groups.items()}}
     sizes = dict(zip(("data", "fsdp", "sequence", "tensor"), split, strict=True)) | {"expert": 1}
     return RunSetting(from_config_dict(values), shape, (), sizes, backend)
+
+
+def test_a_window_costs_its_tokens_not_those_of_the_sequence():
+    layers = (LayerType(window=1024), LayerType(), LayerType(chunk=1024), LayerType(window=20000))
+    shape = dataclasses.replace(SHAPE, layers=layers)
+    trainer = {"trainer": {"max_tokens_per_microbatch": 32768}}
+    lengths = {"max_response_tokens": 32640, "num_slots": 16}
+
+    def cached_tokens(**groups):
+        """Tokens that one slot caches, summed over the layers, with a sequence in every slot."""
+        rollout = {**lengths, **groups.pop("rollout", {})}
+        ours = setting(shape, backend="tpu", rollout=rollout, **trainer)
+        ours = dataclasses.replace(ours, config=dataclasses.replace(ours.config, **groups))
+        return ours.cache_bytes(16, 32768) / ours.entry_bytes(16)
+
+    # Pages of 128: a window of 1,024 may begin within one. Half of 20,000 would be no saving.
+    assert cached_tokens() == 1152 + 32768 + 1152 + 32768
+    assert cached_tokens(rollout={"window_cache": "sequence"}) == 4 * 32768
+    # Episodes leave their slots between turns, and go on from pages.
+    agent = AgentConfig(harness="package.module:function")
+    assert cached_tokens(agent=agent) == 4 * 32768
+    assert cached_tokens(agent=agent, rollout={"window_cache": "window"}) == cached_tokens()
+    # More slots fit into the same memory.
+    slots = []
+    for kept in ("window", "sequence"):
+        rollout = lengths | {"num_slots": 0, "window_cache": kept}
+        ours = setting(shape, backend="tpu", rollout=rollout, **trainer)
+        slots.append(dataclasses.replace(ours, memory_bytes=1 << 30).num_slots)
+    assert slots[0] > slots[1]
 
 
 def combinations():

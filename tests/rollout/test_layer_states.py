@@ -192,8 +192,31 @@ def test_memory_is_what_is_declared():
     )
 
 
-def test_what_states_do_not_allow_is_refused_or_off(caplog):
-    with pytest.raises(ValueError, match=r"cannot be taken back .* use draft_tokens=0"):
-        engine_with(speculation=SpeculationConfig(draft_tokens=2))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"draft_tokens": 3, "ngram_tokens": 1},
+        pytest.param({"draft_tokens": 1, "ngram_tokens": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_rejected_drafts_leave_no_state(settings, one_window):
+    """Drafts of the tokens that followed the last one before: some are right, most are wrong."""
+    engine = engine_with(speculation=SpeculationConfig(**settings))
+    assert_same(engine.generate(weights(), workload()), expected())
+    statistics = engine.statistics
+    num_accepted = statistics.decode_tokens - statistics.slot_steps
+    assert 0 < num_accepted < statistics.draft_tokens
+
+
+@pytest.mark.slow
+def test_a_continued_sample_goes_on_from_the_accepted_tokens(one_window):
+    engine = engine_with(16, speculation=SpeculationConfig(draft_tokens=2, ngram_tokens=1))
+    wanted = play(engine_with(16), 5, keeps=False)
+    assert_same(play(engine, 5, keeps=True), wanted)
+    assert engine.statistics.recomputed_tokens == 0
+
+
+def test_prefix_caching_is_off(caplog):
     assert not engine_with(prefix_caching=True).prefix_caching
     assert "prefix caching is off" in caplog.text

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import SpeculationConfig
-from jaxrl_llm.config.kv_cache_sizing import cache_pages
+from jaxrl_llm.config.kv_cache_sizing import cache_pages, page_tokens
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.recurrent import checks as recurrent_checks
 from jaxrl_llm.models.recurrent import sequence_memory
@@ -34,6 +34,10 @@ from jaxrl_llm.sharding import mesh as mesh_lib
 logger = logging.getLogger(__name__)
 
 MOVES = 4  # samples moved by one call
+_WINDOW_CACHE_NOTE = (
+    "prefix caching is off: layers keep no more of a sequence than their attention windows, and"
+    " those at the end of a prefix are not kept; rollout.window_cache='sequence' keeps all tokens"
+)
 _WINDOW_STEP = 64  # finer windows would save less time than their compilation costs
 
 
@@ -53,6 +57,7 @@ class EnginePrograms:
         keeps_routes: bool,
         cache_tokens: int,
         prefix_caching: bool = False,
+        window_cache: bool = False,
     ):
         self.mesh, self.num_slots, self.max_tokens = mesh, num_slots, max_tokens
         self.num_adapters = network.num_adapters
@@ -60,17 +65,22 @@ class EnginePrograms:
         self.wait_compiled: Callable[[], None] = lambda: None
         self.num_routes = network.num_routes if keeps_routes else 0
         has_state = sequence_memory.has_state(network.shape)
-        if has_state and speculation.draft_tokens:
-            raise ValueError(recurrent_checks.SPECULATION_PROBLEM)
-        if has_state and prefix_caching:
-            logger.warning("%s", recurrent_checks.PREFIX_CACHING_NOTE)
-        self.prefix_caching = prefix_caching and not (self.num_routes or has_state)
+        device = mesh.devices.flat[0]
+        page = page_tokens(device.platform)
+        self.rings: tuple[int, ...] = ()
+        if window_cache:
+            self.rings = sequence_memory.layer_rings(network.shape, page, max_tokens)
+        # Whether a sequence can go on from the pages of its tokens alone.
+        self.pages_resume = not (has_state or self.rings)
+        if prefix_caching and not self.pages_resume:
+            note = recurrent_checks.PREFIX_CACHING_NOTE if has_state else _WINDOW_CACHE_NOTE
+            logger.warning("%s", note)
+        self.prefix_caching = prefix_caching and self.pages_resume and not self.num_routes
         self.extend_shapes = host_inputs.chunked_prefill_shapes(num_slots, self.prefix_caching)
         self._replicated = mesh_lib.replicated(mesh)
         with_rules = mesh_lib.axis_rules(mesh_lib.ROLLOUT_ACTIVATIONS[layout])
         # Two programs: one for refills, one for the first fill.
         self.insert_sizes = (min(num_slots, max(8, num_slots // 8)), num_slots)
-        device = mesh.devices.flat[0]
         reader = decode_attention.cache_reader_for(network, device)
         # Cache windows that are copied out of the pages: for decode chunks, and for `extend`.
         self.windows = cache_windows(max_tokens) if reader == "gather" else (max_tokens,)
@@ -91,6 +101,7 @@ class EnginePrograms:
                 *sizes,
                 self.history_tokens,
                 transposed_values=reader not in ("gather", "own"),
+                rings=self.rings,
             )
 
         def sharding(a):

@@ -22,6 +22,7 @@ from jaxrl_llm.models.attention import (
     top_visible_keys,
 )
 from jaxrl_llm.models.attention_modules import AttentionInputs
+from jaxrl_llm.models.recurrent.sequence_memory import paged_layers
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout.engine import kv_cache, paged_attention_tpu
 from jaxrl_llm.rollout.engine.kv_cache import Cache, CacheSharding, ContiguousView, PagedView
@@ -74,12 +75,9 @@ def make_visibility(
     query_positions: Int[Array, "S Q"],
     cached_ends: Int[Array, " S"],
     recent_positions: Int[Array, "S recent"],
-    window: int,
+    cache_view: ContiguousView | PagedView,
 ) -> Visibility:
-    """Visibility of cached and recent tokens to queries at `query_positions`.
-
-    `window` positions of the cache were gathered; 0: its pages are read in place.
-    """
+    """Visibility of cached and recent tokens to queries at `query_positions`."""
     firsts = {kind: AttentionWindow(*kind).first_visible(query_positions) for kind in _kinds(shape)}
 
     def in_range(at, start, end):
@@ -93,10 +91,30 @@ def make_visibility(
             k: in_range(recent_positions[:, None], f, query_positions[..., None] + 1)
             for k, f in firsts.items()
         },
-        {k: in_range(jnp.arange(window), f, cached_ends[:, None, None]) for k, f in firsts.items()}
-        if window
-        else {},
+        {
+            kind: in_range(positions[:, None], firsts[kind], cached_ends[:, None, None])
+            for kind, positions in _gathered_positions(shape, cache_view, cached_ends).items()
+        },
     )
+
+
+def _gathered_positions(
+    shape: Architecture, cache_view: ContiguousView | PagedView, cached_ends: Int[Array, " S"]
+) -> dict[AttentionKind, Int[Array, "S _"]]:
+    """Positions of the gathered entries of layers of each kind; {}: pages are read in place."""
+    if isinstance(cache_view, PagedView):
+        return {}
+    widths = zip(_paged_kinds(shape), (keys.shape[3] for keys in cache_view.keys), strict=True)
+    return {
+        kind: kv_cache.gathered_positions(width, cached_ends)
+        for kind, width in dict(widths).items()
+    }
+
+
+def _paged_kinds(shape: Architecture) -> list[AttentionKind]:
+    """The attention kinds of the layers with pages, in layer order."""
+    kinds = (shape.layer_types[i] for i in paged_layers(shape))
+    return [(kind.window, kind.chunk) for kind in kinds]
 
 
 def _kinds(shape: Architecture) -> list[AttentionKind]:
@@ -122,23 +140,26 @@ def make_cache_view(
         return PagedView(cache, table, {}, reader)
     pages_per_step = paged_attention_tpu.pages_per_step(cache.keys[0], shape.kv_cache_sizes[2])
     shards = kv_cache.num_shards(jax.sharding.get_abstract_mesh(), split.slot_axes)
-    num_pages = cache.keys[0].shape[0] // shards
+    # Layers of a kind have rings of the same size.
+    layers = {kind: layer for layer, kind in enumerate(_paged_kinds(shape))}
+    tables = {
+        kind: kv_cache.ring_table(cache.layer_rings[layer], table) for kind, layer in layers.items()
+    }
 
-    def schedules(table, query_positions):
-        shard_table = kv_cache.local_page_ids(table, num_pages, split)
+    def schedules(tables, query_positions):
         page_sizes = cache.page_tokens, pages_per_step
         return {
             kind: paged_attention_tpu.page_schedule(
-                shard_table,
+                kv_cache.local_page_ids(tables[kind], cache.keys[layer].shape[0] // shards, split),
                 AttentionWindow(*kind).first_visible(query_positions),
                 query_positions,
                 *page_sizes,
             )
-            for kind in _kinds(shape)
+            for kind, layer in layers.items()
         }
 
     rows = PartitionSpec(split.slot_axes)
-    schedule = kv_cache.map_over_shards(schedules, (rows, rows), rows)(table, query_positions)
+    schedule = kv_cache.map_over_shards(schedules, (rows, rows), rows)(tables, query_positions)
     return PagedView(cache, table, schedule, reader)
 
 
@@ -171,18 +192,21 @@ def cached_attention(
             projected.q, keys, values, visible, projected.scoring, projected.value_size
         )
     assert projected.key_index is None, "see `cache_reader_for`"
-    pages = cache_view.cache.keys[layer], *cache_view.cache.values[layer : layer + 1]
+    cache = cache_view.cache
+    pages = cache.keys[layer], *cache.values[layer : layer + 1]
+    ring = cache.layer_rings[layer]
+    table = kv_cache.ring_table(ring, cache_view.table, cache_view.slots)
     if network.decode_attention:
         return network.decode_attention(
             projected.q,
             *pages,
-            cache_view.table,
+            table,
             visibility.first_visible[kind],
             visibility.cached_ends,
             *recent,
             visibility.recent_mask[kind],
         )
-    return _over_pages(cache_view, split, projected, pages, recent, visibility)
+    return _over_pages(cache_view, split, projected, pages, table, recent, visibility)
 
 
 def _selected_keys(
@@ -205,6 +229,7 @@ def _over_pages(
     split: CacheSharding,
     projected: AttentionInputs,
     pages: tuple[Array, ...],
+    table: Int[Array, "S pages"],
     recent: tuple[Float[Array, "S K _ _"], ...],
     visibility: Visibility,
 ) -> Float[Array, "S Q N value"]:
@@ -250,7 +275,7 @@ def _over_pages(
     page_sums = mapped(
         rows,
         pages,
-        cache_view.table,
+        table,
         schedule,
         visibility.query_positions[:, 0],
         visibility.cached_ends,

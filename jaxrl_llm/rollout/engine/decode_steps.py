@@ -12,8 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_llm.models.recurrent.gated_delta_net import GatedDeltaInputs
 from jaxrl_llm.models.transformer import ROUTE_DTYPE, Network, Params
-from jaxrl_llm.rollout.engine import decode_attention, kv_cache, logit_adjustments, token_sampling
+from jaxrl_llm.rollout.engine import (
+    decode_attention,
+    kv_cache,
+    layer_states,
+    logit_adjustments,
+    token_sampling,
+)
 from jaxrl_llm.rollout.engine.decode_attention import CacheReader
 from jaxrl_llm.rollout.engine.device_programs import (
     DecodeState,
@@ -110,7 +117,7 @@ def generate(
                 history, live.positions, draft_tokens, ngram_tokens
             )
             inputs = jnp.concatenate([inputs, jnp.maximum(drafts, 0)], axis=1)
-        logits, new_recent, routes = forward_step(
+        logits, new_recent, routes, recurrent_inputs = forward_step(
             network,
             params,
             chunk,
@@ -149,7 +156,8 @@ def generate(
             last = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
             history = write_history(live, drawn, accepted)
             positions = _step_positions(live, recent, start, width, count)
-            new_recent = dataclasses.replace(new_recent, positions=positions)
+            states = layer_states.advanced(recent.states, recurrent_inputs, count)
+            new_recent = dataclasses.replace(new_recent, positions=positions, states=states)
         else:
             accepted, count, last, history = active[:, None], active, drawn[:, 0], live.history
         if adjustments is not None:
@@ -228,11 +236,15 @@ def forward_step(
     split: CacheSharding,
     window: int,
     reader: CacheReader,
-) -> tuple[Float[Array, "S Q V"], WriteBuffer, Int[Array, "S Q routes"]]:
-    """Feeds every slot its tokens `inputs`; returns logits, the buffer with them, and routes.
+) -> tuple[
+    Float[Array, "S Q V"], WriteBuffer, Int[Array, "S Q routes"], tuple[GatedDeltaInputs, ...]
+]:
+    """Feeds every slot its tokens `inputs`; returns logits, the buffer with them, routes, and what
+    recurrent layers read of them.
 
     Their keys and values are at `start` in the buffer, those of inactive slots without a position.
-    States of active slots are after all inputs: drafts that are rejected cannot be taken back.
+    States of active slots are after all inputs, drafts included; `layer_states.advanced` makes
+    those after the accepted ones.
     """
     width = inputs.shape[1]
     active = live.remaining > 0
@@ -240,14 +252,13 @@ def forward_step(
     positions = _step_positions(live, recent, start, width, jnp.where(active, width, 0))
     # Inactive slots see no page, so kernels skip theirs. Computed here once for all layers.
     active_ends = jnp.where(active, chunk.cached_ends, 0)
-    copied_window = window if reader == "gather" else 0
     visibility = decode_attention.make_visibility(
-        network.shape, query_positions, active_ends, positions, copied_window
+        network.shape, query_positions, active_ends, positions, chunk.cache_view
     )
     steps = (query_positions - chunk.cached_ends[:, None])[:, :, None, None]
     rotary = jax.tree.map(lambda table: jnp.take_along_axis(table, steps, axis=1), chunk.angles)
     is_token = jnp.broadcast_to(active[:, None], inputs.shape)
-    x, recent, routes = forward_layers(
+    x, recent, routes, recurrent_inputs = forward_layers(
         network,
         params,
         chunk.cache_view,
@@ -260,7 +271,7 @@ def forward_step(
         is_token,
     )
     logits = network.logits(params, network.norm(params, x))
-    return logits, dataclasses.replace(recent, positions=positions), routes
+    return logits, dataclasses.replace(recent, positions=positions), routes, recurrent_inputs
 
 
 def _step_positions(

@@ -129,10 +129,11 @@ def empty_state(
     history_tokens: int = 0,
     *,
     transposed_values: bool = False,
+    rings: tuple[int, ...] = (),
 ) -> DecodeState:
     """Free slots and an empty cache; speculation needs `history_tokens` of the longest sequence.
 
-    `transposed_values` as in `Cache`.
+    `transposed_values` and `rings` as in `Cache`.
     """
     page_sizes = num_pages, page_tokens
     zeros = jnp.zeros(num_slots, jnp.int32)
@@ -140,7 +141,12 @@ def empty_state(
     keys = jnp.zeros((num_slots, 2), jnp.uint32)
     return DecodeState(
         cache=kv_cache.empty_cache(
-            network.shape, *page_sizes, network.cached_dtype, transposed_values=transposed_values
+            network.shape,
+            *page_sizes,
+            network.cached_dtype,
+            transposed_values=transposed_values,
+            rings=rings,
+            num_slots=num_slots,
         ),
         tokens=zeros,
         positions=zeros,
@@ -180,8 +186,12 @@ def insert(
     cache = kv_cache.write_prompt_pages(
         state.cache, split, writes.page_ids, starts, prefix.keys, prefix.values
     )
+    prompt_starts = prefix.starts[a.prompt_indices]
+    cache = kv_cache.write_prompt_rings(
+        cache, split, a.slots, prompt_starts, lengths, prefix.keys, prefix.values
+    )
     # A row of a prefix holds one prompt where layers have states.
-    rows = prefix.starts[a.prompt_indices] // prefix.width
+    rows = prompt_starts // prefix.width
     states = layer_states.write_slots(
         state.layer_states, a.slots, jax.tree.map(lambda array: array[rows], prefix.states)
     )
@@ -271,22 +281,22 @@ def extend(
     recent = kv_cache.empty_write_buffer(
         network.shape, count, width, state.cache.keys[0].dtype, states
     )
-    copies_cache = reader != "own"
-    cache_view: ContiguousView | PagedView = PagedView(state.cache, continuation.table, {}, reader)
-    if copies_cache:
+    table, rows = continuation.table, admission.slots
+    cache_view: ContiguousView | PagedView = PagedView(state.cache, table, {}, reader, rows)
+    if reader != "own":
         cache_view = kv_cache.gather_pages(
-            state.cache, split, continuation.table, window, by_slot=False
+            state.cache, split, table, window, by_slot=False, slots=rows
         )
     visibility = decode_attention.make_visibility(
         network.shape,
         query_positions,
         continuation.cached_lengths,
         positions,
-        window if copies_cache else 0,
+        cache_view,
     )
     offsets = admission.rotary_offsets[:, None]
     rotary = network.rotary(query_positions + offsets if sights is None else sights.positions)
-    x, recent, routes = forward_layers(
+    x, recent, routes, _ = forward_layers(
         network,
         params,
         cache_view,
@@ -309,24 +319,29 @@ def extend(
     if history.shape[1]:
         history = history.at[admission.slots].set(continuation.history, mode="drop")
         history = history.at[admission.slots, lengths].set(outputs.tokens[0], mode="drop")
-    # Writing the donated cache before all layers have read it would copy it. The page table gets a
-    # fake dependency on the output (+ 0), so that the write comes last.
-    table = continuation.table + (x[0, 0, 0] > jnp.inf)
-    cache = kv_cache.flush_buffer(state.cache, split, recent, table, by_slot=False)
+    # Writing the donated cache before all layers have read it would copy it. The page table and the
+    # slots of rings get a fake dependency on the output (+ 0), so that the write comes last.
+    zero = x[0, 0, 0] > jnp.inf
+    cache = kv_cache.flush_buffer(
+        state.cache, split, recent, table + zero, by_slot=False, slots=rows + zero
+    )
     states = layer_states.write_slots(state.layer_states, admission.slots, recent.states)
     state = dataclasses.replace(state, cache=cache, history=history, layer_states=states)
     return state, outputs, routes[..., : network.num_routes if keeps_routes else 0]
 
 
 def move(state: DecodeState, sources: Int[Array, " n"], targets: Int[Array, " n"]) -> DecodeState:
-    """Moves samples to free slots, pages unchanged; a target past the last slot is padding."""
+    """Moves samples to free slots with their states and rings, other pages unchanged; a target past
+    the last slot is padding.
+    """
     put = lambda a, value: a.at[targets].set(value, mode="drop")  # noqa: E731
     slots = state.remaining.shape[0]
     vacated = jnp.where(targets < slots, sources, slots)
     remaining = put(state.remaining.at[vacated].set(0, mode="drop"), state.remaining[sources])
     moved = dataclasses.replace(state, cache=NO_CACHE)
     moved = jax.tree.map(lambda a: put(a, a[sources]), moved)
-    return dataclasses.replace(moved, cache=state.cache, remaining=remaining)
+    cache = kv_cache.move_rings(state.cache, sources, targets)
+    return dataclasses.replace(moved, cache=cache, remaining=remaining)
 
 
 def release(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:
@@ -350,19 +365,24 @@ def forward_layers(
     visibility: decode_attention.Visibility,
     is_token: Bool[Array, "S Q"],
     sights: ImageInputs | None = None,
-) -> tuple[Float[Array, "S Q D"], WriteBuffer, Int[Array, "S Q routes"]]:
-    """Last hidden states, the buffer with keys, values and states of these tokens, and routes.
+) -> tuple[
+    Float[Array, "S Q D"], WriteBuffer, Int[Array, "S Q routes"], tuple[GatedDeltaInputs, ...]
+]:
+    """Last hidden states, the buffer with keys, values and states of these tokens, routes, and what
+    recurrent layers read, for `layer_states.advanced`.
 
     States do not change where `is_token` is false.
     """
     x = network.embed(params, inputs, sights)
     paged: list[tuple[Array, ...]] = []
     states: list[LayerState] = []
+    recurrent_inputs: list[GatedDeltaInputs] = []
     chosen_experts = []
     for layer, kind in zip(params["layers"], network.shape.layer_types, strict=True):
 
         def attend(a: AttentionInputs | GatedDeltaInputs):
             if isinstance(a, GatedDeltaInputs):
+                recurrent_inputs.append(a)
                 return a.after_state(recent.states[len(states)], is_token)
             layer_recent = kv_cache.append_to_buffer(recent, len(paged), start, a.cache_entries)
             return decode_attention.cached_attention(
@@ -379,4 +399,5 @@ def forward_layers(
         x,
         WriteBuffer(keys, values[0] if values else (), recent.positions, tuple(states)),
         routes,
+        tuple(recurrent_inputs),
     )

@@ -69,6 +69,7 @@ class Engine:
         cache_tokens: int = 0,
         prompt_shapes: Sequence[host_inputs.RowShape] = (),
         prefix_caching: bool = False,
+        window_cache: bool = False,
     ):
         """
         Args:
@@ -85,8 +86,11 @@ class Engine:
             earlier requests of the same weights. No effect with `keeps_routes`: the experts of a
             prompt are known only where it is computed; nor with layers that keep a state, which is
             not that of a prefix.
-
-        Raises ValueError on speculation with layers that keep a state.
+          window_cache: Whether layers with sliding windows or chunked attention keep no more than
+            these of a sequence, where that is at most half of `max_tokens`: in a ring of pages per
+            slot (`kv_cache`). Then there is no prefix caching, as a prefix has no ring; a request
+            that continues a sample goes on from its slot until another sample needs that, and what
+            is preempted is read again from its first token. Else they keep all tokens, as others.
         """
         network = dataclasses.replace(network, shape=network.shape.for_length(max_tokens))
         self.network, self.mesh, self.layout = network, mesh, layout
@@ -105,6 +109,7 @@ class Engine:
             keeps_routes=keeps_routes,
             cache_tokens=cache_tokens,
             prefix_caching=prefix_caching,
+            window_cache=window_cache,
         )
         self.limits = RequestLimits.for_network(
             network, max_tokens, decode, self.programs.num_routes
@@ -125,7 +130,7 @@ class Engine:
         self._pages = PageAllocator(self.programs.pages, prefix_caching=self.prefix_caching)
         has_state = sequence_memory.has_state(self.network.shape)
         self._scheduler = Scheduler(
-            self._decode, self._pages, self._chunk_tokens, pages_resume=not has_state
+            self._decode, self._pages, self._chunk_tokens, pages_resume=self.programs.pages_resume
         )
         num_routes = self.programs.num_routes
         self._reader = PrefillBatcher(

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.recurrent.gated_delta_net import LayerState
+from jaxrl_llm.models.recurrent.gated_delta_net import GatedDeltaInputs, LayerState
 from jaxrl_llm.models.recurrent.sequence_memory import StateArray, layer_memory, recurrent_layers
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -66,6 +66,20 @@ def state_bytes(network: Network, mesh: Mesh, num_slots: int) -> int:
 
 def _dtype(network: Network, array: StateArray) -> Any:
     return jnp.dtype(jnp.float32 if array.in_float32 else network.compute_dtype)
+
+
+def advanced(
+    states: LayerStates, inputs: Sequence[GatedDeltaInputs], counts: Int[Array, " S"]
+) -> LayerStates:
+    """The states after the first `counts` of the tokens that each layer has read.
+
+    Speculation knows which drafts were right when all layers have read them: the state after those
+    is made again from the state before, by the recurrence alone, instead of one kept per draft.
+    """
+    width = inputs[0].beta.shape[1] if inputs else 0
+    is_token = jnp.arange(width) < counts[:, None]
+    pairs = zip(states, inputs, strict=True)
+    return tuple(layer.after_state(state, is_token)[1] for state, layer in pairs)
 
 
 def read_slots(states: LayerStates, slots: Int[Array, " n"], begins: Bool[Array, " n"]) -> Any:

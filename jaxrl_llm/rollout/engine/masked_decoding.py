@@ -76,7 +76,7 @@ def forward(
     view = chunk.cache_view
     if isinstance(view, PagedView):
         chunk = dataclasses.replace(chunk, cache_view=dataclasses.replace(view, cache=cache))
-    logits, recent, routes = decode_steps.forward_step(
+    logits, recent, routes, _ = decode_steps.forward_step(
         network,
         params,
         chunk,

@@ -49,9 +49,9 @@ class Scheduler:
     that no sample holds are evicted, then those retained from finished samples; then the last
     sample to arrive is preempted, and its tokens are recomputed when it enters again.
 
-    If layers keep a state, the pages of a sequence do not suffice to go on with it. Then a finished
-    sample whose pages are retained keeps its slot too, where its state is, until another sample
-    needs the slot; and what is preempted or evicted is read again from its first token.
+    If layers keep a state or a ring by slot, pages alone do not suffice to go on with a sequence.
+    Then a finished sample whose pages are retained keeps its slot too, until another sample needs
+    the slot; and what is preempted or evicted is read again from its first token.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Scheduler:
           decode: Detokenizes; called only for samples with stop strings.
           chunk_tokens: Most tokens per sample and chunk of steps.
           pages_resume: Whether a sequence can go on from the pages of its tokens alone; it cannot
-            if layers keep a state.
+            if layers keep a state or a ring by slot.
         """
         self._pages_resume = pages_resume
         self._parked: dict[int, tuple[int, int]] = {}  # reserved slot -> key of `_retained`

@@ -193,6 +193,6 @@ def test_a_device_that_tells_sets_the_limit(stats, room, monkeypatch):
     device = types.SimpleNamespace(platform="tpu", memory_stats=lambda: stats)
     axes = dict.fromkeys(("data", "fsdp", "expert", "sequence"), 1)
     mesh = types.SimpleNamespace(devices=np.array([device]), shape=axes)
-    monkeypatch.setattr(kv_cache, "cache_bytes", lambda network, mesh, t, s: t * TOKEN_BYTES)
+    monkeypatch.setattr(kv_cache, "cache_bytes", lambda network, mesh, t, s, *_: t * TOKEN_BYTES)
     monkeypatch.setattr(kv_cache, "logits_bytes", lambda network, mesh, rows: 0)
     assert kv_cache.fitting_cache_size(tiny.NETWORK, mesh, SequenceLengths(128), 1000) == room
