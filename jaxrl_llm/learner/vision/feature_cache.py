@@ -103,7 +103,7 @@ class ImageFeatureCache:
         for group, rows in self._patch_rows(images, mesh_lib.num_row_shards(self._mesh)[0]):
             with jax.set_mesh(self._mesh):
                 outputs = self.encode(self.params, rows.pixels, rows.coordinates, rows.image_ids)
-            all_features = np.asarray(outputs).reshape(-1, self.tower.out_size)
+            all_features = np.asarray(outputs).reshape(-1, self.tower.feature_size)
             for i, slots in zip(group, rows.embedding_indices, strict=True):
                 yield images[i].digest, all_features[slots]
             self.num_encoded += len(group)
@@ -172,7 +172,7 @@ class ImageFeatureCache:
         if not any(images):
             return {}
         offsets, size = _table_offsets(images)
-        table = np.zeros((size, self.tower.out_size), self._dtype)
+        table = np.zeros((size, self.tower.feature_size), self._dtype)
         if encodes:
             for digest, vectors in self.features(image for row in images for image in row).items():
                 table[offsets[digest] : offsets[digest] + len(vectors)] = vectors
@@ -221,7 +221,7 @@ class ImageFeatureCache:
         )
         features_per_row, count = width // vision.merge_size**2, bucket(len(groups))
         pixels = np.zeros((count, num_rows, width, vision.patch_dims), np.float32)
-        places = np.zeros((count, num_rows, width, 2), np.int32)
+        places = np.zeros((count, num_rows, width, patches.NUM_COORDINATES), np.int32)
         image_ids = np.zeros((count, num_rows, width), np.int32)
         for g, (group, rows) in enumerate(groups):
             group_width = rows.image_ids.shape[1]
