@@ -207,6 +207,7 @@ _LONG_QUERY_SCALE = FieldCodec(_read_long_query_scale, _write_long_query_scale)
 _ROPE_LAYERS = FieldCodec(_no_fields, _write_rope_layers)
 _USE_OF_WINDOW = FieldCodec(_no_fields, _write_use_of_window)
 _ROTARY_DIMS = FieldCodec(_read_rotary_dims, _write_rotary_dims)
+_VISION = FieldCodec(vision_config.vision_fields, vision_config.vision_config_keys)
 
 _GEMMA_FIELDS = {"act": "gelu", "norm_offset": 1.0, "post_norms": True, "scale_embeddings": True}
 _GEMMA_KEYS = {"score_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
@@ -291,8 +292,28 @@ _QWEN_MOE_KEYS = {
     "size": "moe_intermediate_size",
     "shared_size": "shared_expert_intermediate_size",
 }
+_QWEN3_5 = ModelFamily(
+    "Qwen3_5",
+    **_GATED_DELTA,
+    defaults={**gated_delta_config.DEFAULTS},
+    classifier_class="Qwen3_5Text",
+)
+_QWEN3_5_MOE = ModelFamily(
+    "Qwen3_5Moe",
+    **_GATED_DELTA,
+    # All layers have experts: there is no other MLP.
+    defaults={**gated_delta_config.DEFAULTS, "intermediate_size": 0},
+    moe=MoEFormat(
+        config_keys=_QWEN_MOE_KEYS,
+        fixed_fields={"shared_gate": True},
+        sparse_layers=_ALL_SPARSE,
+    ),
+    module_names=_SHARED_EXPERT_MODULES,
+    stacks_experts=True,
+)
 
-# Multimodal model_type -> family of its text model, which alone is read.
+# Multimodal model_type -> family of its text model, which alone is read, except where a config has
+# a vision encoder that is read (`vision_config.FORMATS`).
 TEXT_MODEL_TYPES: Mapping[str, str] = {
     "gemma3": "gemma3_text",
     "llama4": "llama4_text",
@@ -310,8 +331,38 @@ FAMILIES: Mapping[str, ModelFamily] = {
         "Qwen2_5_VL",
         fixed_fields={"qkv_bias": True},
         defaults={"rope_theta": 1e6},
-        codecs=(FieldCodec(vision_config.vision_fields, vision_config.vision_config_keys),),
+        codecs=(_VISION,),
         causal_lm_class="Qwen2_5_VLForConditionalGeneration",
+    ),
+    "qwen3_vl": ModelFamily(
+        "Qwen3VL",
+        fixed_fields={"qk_norm": True},
+        defaults={"head_dim": 128, "rope_theta": 500_000.0},
+        codecs=(_VISION,),
+        causal_lm_class="Qwen3VLForConditionalGeneration",
+    ),
+    "qwen3_vl_moe": ModelFamily(
+        "Qwen3VLMoe",
+        fixed_fields={"qk_norm": True},
+        moe=MoEFormat(
+            config_keys={
+                "num": "num_experts",
+                "per_token": "num_experts_per_tok",
+                "size": "moe_intermediate_size",
+            },
+            fixed_fields={},
+            sparse_layers=_SPARSE_EVERY_N,
+        ),
+        defaults={"rope_theta": 500_000.0},
+        required_values={"norm_topk_prob": True},
+        codecs=(_VISION,),
+        causal_lm_class="Qwen3VLMoeForConditionalGeneration",
+        module_names={
+            "mlp.expert.gate_up": "mlp.experts.gate_up_proj",
+            "mlp.expert.down": "mlp.experts.down_proj",
+        },
+        fused_experts="halves",
+        may_transpose=True,
     ),
     "mistral": ModelFamily(
         "Mistral",
@@ -558,23 +609,16 @@ FAMILIES: Mapping[str, ModelFamily] = {
         module_names=_SHARED_EXPERT_MODULES,
         delta_by_key_head=True,
     ),
-    "qwen3_5_text": ModelFamily(
-        "Qwen3_5",
-        **_GATED_DELTA,
-        defaults={**gated_delta_config.DEFAULTS},
-        classifier_class="Qwen3_5Text",
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
+    "qwen3_5": dataclasses.replace(
+        _QWEN3_5,
+        codecs=(*_QWEN3_5.codecs, _VISION),
+        causal_lm_class="Qwen3_5ForConditionalGeneration",
     ),
-    "qwen3_5_moe_text": ModelFamily(
-        "Qwen3_5Moe",
-        **_GATED_DELTA,
-        # All layers have experts: there is no other MLP.
-        defaults={**gated_delta_config.DEFAULTS, "intermediate_size": 0},
-        moe=MoEFormat(
-            config_keys=_QWEN_MOE_KEYS,
-            fixed_fields={"shared_gate": True},
-            sparse_layers=_ALL_SPARSE,
-        ),
-        module_names=_SHARED_EXPERT_MODULES,
-        stacks_experts=True,
+    "qwen3_5_moe": dataclasses.replace(
+        _QWEN3_5_MOE,
+        codecs=(*_QWEN3_5_MOE.codecs, _VISION),
+        causal_lm_class="Qwen3_5MoeForConditionalGeneration",
     ),
 }

@@ -104,7 +104,7 @@ class DeepstackEnds(nnx.Module):
         for number in range(len(vision.deepstack_layers)):
             merger = PatchMerger(build, vision, out_size, norm_merged=True)
             setattr(self, f"deepstack_{number}", merger)
-        self.position_side = vision.position_side
+        self.position_side, self.deepstack_layers = vision.position_side, vision.deepstack_layers
 
     def embed(
         self,
@@ -138,5 +138,11 @@ class DeepstackEnds(nnx.Module):
         x: Float[Array, "rows patches D"],
         deepstack: Sequence[Float[Array, "rows patches D"]],
     ) -> Float[Array, "rows vectors O"]:
-        added = [getattr(self, f"deepstack_{n}")(layer) for n, layer in enumerate(deepstack)]
-        return jnp.concatenate([self.merger(x), *added], -1)
+        # Mergers are in the order of the list of layers, features in that of the layers themselves.
+        added = {
+            layer: getattr(self, f"deepstack_{number}")(output)
+            for number, (layer, output) in enumerate(
+                zip(self.deepstack_layers, deepstack, strict=True)
+            )
+        }
+        return jnp.concatenate([self.merger(x), *(added[layer] for layer in sorted(added))], -1)
