@@ -4,12 +4,14 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.config import ModelConfig
 from jaxrl_llm.config.learner import ATTENTION_INTERVAL
 
 _LONGEST_PATTERN = 12  # in runs of equal layers
+_RANDOM_DEEPSTACK = 3  # deepstack layers of a random model, as of Qwen3-VL
+_RANDOM_POSITION_SIDE = 16  # of the table of learned positions of a random vision encoder
 
 
 Mixer = Literal["attention", "gated_delta"]  # how a layer mixes tokens
@@ -447,17 +449,8 @@ def architecture_from_config(config: ModelConfig, vocab_size: int) -> Architectu
         return _hybrid_from_config(config, vocab_size)
     vision: VisionArchitecture | None = None
     sections: tuple[int, ...] = ()
-    if config.family == "qwen2_5_vl":
-        tower = config.vision
-        vision = VisionArchitecture(
-            num_layers=tower.num_layers,
-            hidden_size=tower.hidden_size,
-            num_heads=tower.num_heads,
-            mlp_size=tower.mlp_size,
-            full_layers=tuple(range(1, tower.num_layers, 2)),
-            window_size=tower.window_size,
-            patch_size=tower.patch_size,
-        )
+    if config.has_vision:
+        vision = _vision_from_config(config)
         num_pairs = config.head_size // 2
         spatial = num_pairs * 3 // 8
         sections = (num_pairs - 2 * spatial, spatial, spatial)
@@ -472,12 +465,40 @@ def architecture_from_config(config: ModelConfig, vocab_size: int) -> Architectu
         mlp_size=config.mlp_size,
         rope_theta=config.rope_theta,
         qkv_bias=config.family in ("qwen2", "qwen2_5_vl"),
-        qk_norm=config.family in ("qwen3", "qwen3_moe"),
+        qk_norm=config.family in ("qwen3", "qwen3_moe", "qwen3_vl"),
         tie_embeddings=config.tie_embeddings,
         layers=(LayerType(experts=True),) * config.num_layers if experts else (),
         experts=experts,
         rope_sections=sections,
+        rope_sections_interleaved=config.family == "qwen3_vl",
         vision=vision,
+        num_deepstack=len(vision.deepstack_layers) if vision else 0,
+    )
+
+
+def _vision_from_config(config: ModelConfig) -> VisionArchitecture:
+    """The vision encoder of a random model."""
+    tower = config.vision
+    own_fields: dict[str, Any] = {
+        "full_layers": tuple(range(1, tower.num_layers, 2)),
+        "window_size": tower.window_size,
+    }
+    if config.family == "qwen3_vl":
+        num_deepstack = min(_RANDOM_DEEPSTACK, tower.num_layers, config.num_layers)
+        own_fields = {
+            "kind": "qwen3",
+            "full_layers": tuple(range(tower.num_layers)),
+            "window_size": 0,
+            "position_side": _RANDOM_POSITION_SIDE,
+            "deepstack_layers": tuple(range(num_deepstack)),
+        }
+    return VisionArchitecture(
+        num_layers=tower.num_layers,
+        hidden_size=tower.hidden_size,
+        num_heads=tower.num_heads,
+        mlp_size=tower.mlp_size,
+        patch_size=tower.patch_size,
+        **own_fields,
     )
 
 

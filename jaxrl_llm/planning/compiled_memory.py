@@ -108,7 +108,9 @@ def program_lowerings(
             resharder.abstract(),
             config.trainer.prompts_per_step,
             config.data.max_prompt_tokens,
-            0 if models.image_feature_cache is None else models.image_feature_cache.tower.feature_size,
+            0
+            if models.image_feature_cache is None
+            else models.image_feature_cache.tower.feature_size,
         )
 
     def lower_in_mesh(lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Lowered:
@@ -255,7 +257,8 @@ def _lower_vision_encoder(
     params = weights_lib.abstract_tower(gallery.tower, models.policy, mesh)
     pixels = _abstract_array(models, (*shape, vision.patch_dims), jnp.float32)
     places, images = (
-        _abstract_array(models, shape + trailing, jnp.int32) for trailing in ((patches.NUM_COORDINATES,), ())
+        _abstract_array(models, shape + trailing, jnp.int32)
+        for trailing in ((patches.NUM_COORDINATES,), ())
     )
     return gallery.encode.lower(params, pixels, places, images)
 

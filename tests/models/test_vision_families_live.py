@@ -60,7 +60,7 @@ def mrope(*sections, **more):
     return {"rope_parameters": {**rope, "mrope_section": list(sections)}}
 
 
-# Name -> transformers class, keys of text_config, keys of vision_config.
+# Name -> transformers class, keys of text_config, keys of vision_config. Other shapes may be added.
 TABLE = {
     "qwen3_vl": (
         "Qwen3VL",
@@ -144,6 +144,9 @@ def make(name):
         for path, parameter in model.named_parameters():
             norm = "norm" in path
             size, mean = (0.3, 1.0) if norm else (0.15, 0.0)
+            # With 0.15 transformers' own log-probs in float32 are 4e-5 from those in float64.
+            if not norm and "qwen3_5" in name and "language_model" in path:
+                size = 0.08
             if norm and (is_zero_centred(name, path) or path.endswith("bias")):
                 mean = 0.0
             parameter.copy_(mean + size * torch.randn_like(parameter))
@@ -281,6 +284,8 @@ def check_gradients(network, theirs, gradients):
         ours = ours if entry.is_stacked else ours[None]
         for number, file_name in enumerate(entry.file_names):
             if (want := by_name.get(file_name)) is not None:
+                # In memory transformers has experts in the other layout than in files.
+                want = want.transpose(1, 2) if "mlp.experts" in file_name else want
                 got = entry.transpose_stored(ours[number])
                 np.testing.assert_allclose(got, want.numpy(), atol=1e-4 * max(scale, 1.0))
                 compared += 1
@@ -319,7 +324,9 @@ def test_folders_are_read_and_written_byte_for_byte(name, folder, torch, tmp_pat
     for part in ("text_config", "vision_config"):
         before, after = (getattr(m.config, part).to_dict() for m in (theirs, again))
         differing = {k for k in before if before[k] != after.get(k)}
-        assert differing <= {"dtype", "pad_token_id", "rope_parameters", "norm_topk_prob"}, differing
+        assert differing <= {"dtype", "pad_token_id", "rope_parameters", "norm_topk_prob"}, (
+            differing
+        )
     images = random_images(network.shape.vision)[:2]
     tokens, _ = dialogue(np.random.default_rng(1), images, network.shape.vision)
     given = torch_inputs(torch, tokens, images)

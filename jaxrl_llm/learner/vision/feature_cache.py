@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from jaxrl_llm.config import ConfigError, RLConfig
+from jaxrl_llm.config.rollout_data import VLLM_ENGINE
 from jaxrl_llm.data.images import ImagePreprocessor
 from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.models.transformer import Network, Params
@@ -37,12 +38,14 @@ class ImageFeatureCache:
     def __init__(
         self,
         tower: VisionEncoder,
-        image_processor: ImagePreprocessor,
+        image_processor: ImagePreprocessor | None,
         mesh: Mesh,
         load: Callable[[], Params],
         learns: bool = False,
     ):
-        """`load` reads the parameters of a frozen tower, when the first image is encoded.
+        """Without an `image_processor` it keeps the tower for exports, and encodes no image.
+
+        `load` reads the parameters of a frozen tower, when the first image is encoded.
 
         Those of a tower that `is_trainable` are set by `update_params`.
         """
@@ -119,6 +122,7 @@ class ImageFeatureCache:
         Rows that hold several images have `max_patches` patches.
         """
         vision = self.tower.vision
+        assert self.image_processor is not None
         loaded = [self.image_processor.patches(image) for image in images]
         prepared = [(PatchGrid(*grid), pixels) for grid, pixels in loaded]
         for group in patches.image_batches(
@@ -266,6 +270,7 @@ def unsupported_settings(config: RLConfig, replays: bool) -> list[str]:
         "rewards.models": (config.has_scorers, "reward or cost models"),
         "distillation.teachers": (bool(config.distillation.teachers), "teachers"),
         "replay": (replays, "dumps, which hold no images"),
+        "rollout.engine": (config.rollout.engine == VLLM_ENGINE, "the engine of vLLM"),
         "trainer.sampling": (config.trainer.sampling == "async", "samples ahead of their step"),
     }
     return [

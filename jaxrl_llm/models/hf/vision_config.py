@@ -152,6 +152,11 @@ def readable_alone(shape: Architecture) -> Architecture:
     return dataclasses.replace(shape, family=vision_format.text_family, **text_fields)
 
 
+def is_text_model_too(family: str) -> bool:
+    """Whether models of a family with images are trained on text alone as often as on images."""
+    return family in FORMATS and bool(FORMATS[family].text_family)
+
+
 def file_tensor_name(family: str, name: str) -> str:
     """The name that a family's folders have for a tensor of `tensor_names`."""
     vision_format = FORMATS.get(family)
@@ -177,9 +182,7 @@ def vision_fields(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"vision_config.{key} is {vision_keys[key]!r}; only {value!r} is known"
             )
-    settings = {
-        key: vision_keys.get(key, value) for key, value in vision_format.defaults.items()
-    }
+    settings = {key: vision_keys.get(key, value) for key, value in vision_format.defaults.items()}
     for key, value in settings.items():
         if key not in ("fullatt_block_indexes", _DEEPSTACK):
             _check_size(key, value)

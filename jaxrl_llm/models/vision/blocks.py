@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models.architecture import VisionArchitecture, VisionKind
+from jaxrl_llm.models.architecture import VisionArchitecture
 from jaxrl_llm.models.attention import QUERY_BLOCK, masked_attention
 from jaxrl_llm.models.attention_modules import apply_rotary
 from jaxrl_llm.models.layers import MLP, LayerNorm, Linear, ParamFactory, RMSNorm

@@ -89,7 +89,7 @@ class PatchMerger(nnx.Module):
 
 
 class DeepstackEnds(nnx.Module):
-    """The ends of Qwen3-VL's encoder (arXiv:2511.21631, Sec. 2): learned positions, several mergers.
+    """The ends of Qwen3-VL's encoder (arXiv:2511.21631): learned positions, several mergers.
 
     The square table of positions is interpolated to the grid of each image; its corners are those
     of the image.
