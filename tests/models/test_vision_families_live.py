@@ -145,7 +145,7 @@ def make(name):
             norm = "norm" in path
             size, mean = (0.3, 1.0) if norm else (0.15, 0.0)
             # With 0.15 transformers' own log-probs in float32 are 4e-5 from those in float64.
-            if not norm and "qwen3_5" in name and "language_model" in path:
+            if not norm and "qwen3_5" in name:
                 size = 0.08
             if norm and (is_zero_centred(name, path) or path.endswith("bias")):
                 mean = 0.0
@@ -236,7 +236,7 @@ def test_features_positions_log_probs_and_gradients(name, folder, torch):
     deepstack = getattr(wanted, "deepstack_features", None) or []
     for i, ours in enumerate(encoded(network, params, images, num_rows=2)):
         want = np.concatenate([wanted.pooler_output[i], *(f[i] for f in deepstack)], -1)
-        assert np.abs(want).max() > 0.5
+        assert np.abs(want).max() > 0.2
         np.testing.assert_allclose(ours, want, atol=1e-5 * max(1.0, np.abs(want).max()))
 
     random = np.random.default_rng(0)

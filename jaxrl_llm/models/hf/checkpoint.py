@@ -354,8 +354,6 @@ def save_streamed(
     """
     folder = pathlib.Path(folder)
     folder_writer.check_replaceable(folder)
-    alone = vision_config.readable_alone(network.shape)
-    network = dataclasses.replace(network, shape=alone)
     if tokenizer is not None:
         check_vocabulary(network.shape, tokenizer)
     config = config_writer.to_hf_config(network.shape, network.head, dtype.name, source_config)
@@ -402,6 +400,7 @@ def _set_token_ids(config: dict[str, Any], tokenizer: Any, eos_token_ids: Sequen
 def exported_tensors(network: Network, contents: TensorReader, dtype) -> Iterator[TensorToWrite]:
     """Yields all tensors of an export grouped by layer, so that a file holds whole layers."""
     leaves = traverse_util.flatten_dict(network.abstract_params())
+    family = vision_config.readable_alone(network.shape).family
     fused_groups: dict[tuple[str, tuple[int, ...]], list[TensorName]] = collections.defaultdict(
         list
     )
@@ -418,7 +417,7 @@ def exported_tensors(network: Network, contents: TensorReader, dtype) -> Iterato
         shape = name.stored_shape(leaves[name.path].shape)
         stored_dtype = np.dtype(np.float32) if name.keep_float32 else dtype
         file_name = name.name.format(layer, expert)
-        file_name = vision_config.file_tensor_name(network.shape.family, file_name)
+        file_name = vision_config.file_tensor_name(family, file_name)
         return TensorToWrite(file_name, stored_dtype, shape, read)
 
     yield from (entry(parts, 0, 0) for parts in fused_groups.values() if not parts[0].is_stacked)

@@ -48,7 +48,13 @@ def to_hf_config(
         "label2id",
         "num_labels",
     )
-    replaced_keys += ("quantization_config", "layer_types", "num_local_experts", "num_experts")
+    replaced_keys += (
+        "vision_config",
+        "quantization_config",
+        "layer_types",
+        "num_local_experts",
+        "num_experts",
+    )
     if (source_config or {}).get("model_type") in MODEL_TYPE_ALIASES:
         replaced_keys += ("auto_map",)  # code that belongs to the other name
     config = {k: v for k, v in (source_config or {}).items() if k not in replaced_keys}

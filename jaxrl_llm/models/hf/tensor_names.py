@@ -166,9 +166,8 @@ def _vision_names(shape: Architecture) -> Iterator[TensorName]:
     norm_leaves = ("scale",) if shape.vision.kind == "qwen2_5" else ("scale", "bias")
     for ours, theirs in {"attention_norm": "norm1", "mlp_norm": "norm2"}.items():
         for leaf in norm_leaves:
-            keys = ("vision", "layers", ours, leaf)
             name = f"visual.blocks.{{}}.{theirs}.{_LEAVES[leaf]}"
-            yield TensorName(keys, name, layers=layer_indices)
+            yield TensorName(("vision", "layers", ours, leaf), name, layers=layer_indices)
     for ours, theirs, part, parts in projections:
         for leaf in ("kernel", "bias"):
             keys = ("vision", "layers", *ours.split("."), leaf)
