@@ -99,14 +99,16 @@ def _qwen_vl(base: Mapping[str, Any], *sizes: int, tower_mlp: int = 3420) -> Arc
     return dataclasses.replace(_shape({**base, **overrides}, *sizes), vision=vision)
 
 
-def _qwen3_vl(*sizes: int, small_tower: bool = False, **config: Any) -> Architecture:
+def _qwen3_vl(
+    hidden, layers, heads, kv_heads, mlp, *, small_tower: bool = False, **config: Any
+) -> Architecture:
     family = "qwen3_vl_moe" if "num_experts" in config else "qwen3_vl"
-    tower = {"out_hidden_size": sizes[0]}
+    tower: dict[str, Any] = {"out_hidden_size": hidden}
     if small_tower:
         tower |= {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096}
         tower |= {"deepstack_visual_indexes": [5, 11, 17]}
     keys = {
-        **_hf_sizes(*sizes, 151_936),
+        **_hf_sizes(hidden, layers, heads, kv_heads, mlp, 151_936),
         "head_dim": 128,
         "rope_theta": 5e6,
         "max_position_embeddings": 262_144,
