@@ -26,7 +26,8 @@ class ImageInputs(NamedTuple):
         (arXiv:2406.04334, Sec. 3.2).
         """
         size = x.shape[-1]
-        vectors = self.features[:, number * size : (number + 1) * size].astype(x.dtype)
+        vectors = jnp.asarray(self.features)[:, number * size : (number + 1) * size]
+        vectors = vectors.astype(x.dtype)
         gathered = vectors[jnp.maximum(self.feature_index, 0)]
         return x + jnp.where((self.feature_index >= 0)[..., None], gathered, 0)
 

@@ -8,6 +8,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 import seen
 import tiny
 from flax import traverse_util
@@ -144,9 +145,6 @@ def make(name):
         for path, parameter in model.named_parameters():
             norm = "norm" in path
             size, mean = (0.3, 1.0) if norm else (0.15, 0.0)
-            # With 0.15 transformers' own log-probs in float32 are 4e-5 from those in float64.
-            if not norm and "qwen3_5" in name:
-                size = 0.08
             if norm and (is_zero_centred(name, path) or path.endswith("bias")):
                 mean = 0.0
             parameter.copy_(mean + size * torch.randn_like(parameter))
@@ -236,7 +234,7 @@ def test_features_positions_log_probs_and_gradients(name, folder, torch):
     deepstack = getattr(wanted, "deepstack_features", None) or []
     for i, ours in enumerate(encoded(network, params, images, num_rows=2)):
         want = np.concatenate([wanted.pooler_output[i], *(f[i] for f in deepstack)], -1)
-        assert np.abs(want).max() > 0.2
+        assert np.abs(want).max() > 0.5
         np.testing.assert_allclose(ours, want, atol=1e-5 * max(1.0, np.abs(want).max()))
 
     random = np.random.default_rng(0)
@@ -264,7 +262,10 @@ def test_features_positions_log_probs_and_gradients(name, folder, torch):
         return (ours * weights).sum(), ours
 
     (_, ours), gradients = jax.value_and_grad(loss, has_aux=True)(params)
-    np.testing.assert_allclose(ours, wanted.detach().numpy(), atol=1e-5)
+    # As in test_families_live.py: of gated delta nets transformers' own log-probs in float32 are
+    # 4e-5 from those in float64.
+    atol = 2e-5 * float(logits.abs().max()) if "qwen3_5" in name else 1e-5
+    np.testing.assert_allclose(ours, wanted.detach().numpy(), atol=atol)
     check_gradients(network, theirs, gradients)
 
 
@@ -300,8 +301,7 @@ def tensors_of(path):
     }
 
 
-# Of a stack of squares transformers itself cannot tell in which layout it is stored.
-@pytest.mark.parametrize("name", [name for name in TABLE if "square" not in name])
+@ALL
 def test_folders_are_read_and_written_byte_for_byte(name, folder, torch, tmp_path):
     import transformers
 
@@ -313,15 +313,10 @@ def test_folders_are_read_and_written_byte_for_byte(name, folder, torch, tmp_pat
         network.abstract_params(), network.logical_axes(), mesh, TRAIN, network.sharding_units
     )
     split = checkpoint.load(folder, network, places)
-    out, copied = tmp_path / "out", tmp_path / "copied"
+    out = tmp_path / "out"
     source = config_reader.read_config(folder)
     checkpoint.save(out, network, split, source_config=source)
-    # Stacked experts have the published layout, in which transformers writes only those that it
-    # read so: `folder` has another one.
-    read_class.from_pretrained(out).save_pretrained(copied)
-    assert tensors_of(out) == tensors_of(copied)
-    if "qwen3_vl_moe" not in name:
-        assert tensors_of(out) == tensors_of(folder)
+    assert tensors_of(out) == tensors_of(folder)
     assert checkpoint.read_architecture(out) == network.shape
     again = read_class.from_pretrained(out).eval()
     for part in ("text_config", "vision_config"):
@@ -336,6 +331,18 @@ def test_folders_are_read_and_written_byte_for_byte(name, folder, torch, tmp_pat
     again.set_attn_implementation("eager")
     with torch.no_grad():
         assert torch.equal(again(**given).logits, theirs(**given).logits)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_vl_moe, square"])
+def test_experts_are_read_in_the_published_layout(name, folder, tmp_path):
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    published = {
+        key: np.ascontiguousarray(tensor.swapaxes(1, 2)) if ".experts." in key else tensor
+        for key, tensor in tensors.items()
+    }
+    safetensors.numpy.save_file(published, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path)[1], loaded(folder)[1])
 
 
 @ALL

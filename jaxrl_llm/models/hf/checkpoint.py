@@ -418,7 +418,8 @@ def exported_tensors(network: Network, contents: TensorReader, dtype) -> Iterato
         stored_dtype = np.dtype(np.float32) if name.keep_float32 else dtype
         file_name = name.name.format(layer, expert)
         file_name = vision_config.file_tensor_name(family, file_name)
-        return TensorToWrite(file_name, stored_dtype, shape, read)
+        tensor = TensorToWrite(file_name, stored_dtype, shape, read)
+        return stacked_experts.written_experts(tensor, network.shape)
 
     yield from (entry(parts, 0, 0) for parts in fused_groups.values() if not parts[0].is_stacked)
     for layer in range(

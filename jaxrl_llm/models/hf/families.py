@@ -313,7 +313,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             "mlp.expert.down": "mlp.experts.down_proj",
         },
         fused_experts="halves",
-        may_transpose=True,
+        transposes_experts=True,
     ),
     "mistral": ModelFamily(
         "Mistral",

@@ -122,9 +122,9 @@ class ModelFamily:
     fused_experts: Literal["", "halves", "interleaved"] = ""  # the same, stacked over all experts
     # Whether published folders stack experts that transformers writes one by one.
     stacks_experts: bool = False
-    # Whether experts stacked over their outputs may be stored as [E, out, in]: transformers writes
-    # those of a model that it did not read so.
-    may_transpose: bool = False
+    # Whether transformers writes fused experts as [E, out, in], and published folders have the
+    # other layout: both are read, and that of transformers is written.
+    transposes_experts: bool = False
     # Whether a gated delta net has two tensors, in_proj_qkvz and in_proj_ba, in which outputs are
     # grouped by key head; else in_proj_qkv, in_proj_z, in_proj_b and in_proj_a.
     delta_by_key_head: bool = False

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.hf.families import FAMILIES
-from jaxrl_llm.models.hf.safetensors_file import StoredTensor
+from jaxrl_llm.models.hf.safetensors_file import StoredTensor, TensorToWrite
 from jaxrl_llm.storage.model_folder import WeightFile
 
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
@@ -57,7 +57,21 @@ def expert_tensors(
     family = FAMILIES[shape.family]
     if family.stacks_experts:
         return {**split_experts(stored)}
-    return {**stored, **_transposed_experts(stored, shape)} if family.may_transpose else {**stored}
+    transposed = _transposed_experts(stored, shape) if family.transposes_experts else {}
+    return {**stored, **transposed}
+
+
+def written_experts(tensor: TensorToWrite, shape: Architecture) -> TensorToWrite:
+    """A tensor in the layout in which transformers writes it: stacks of some families turned."""
+    is_stack = _STACKED.fullmatch(tensor.name) and FAMILIES[shape.family].transposes_experts
+    if not is_stack:
+        return tensor
+    experts, inputs, outputs = tensor.shape
+    return dataclasses.replace(
+        tensor,
+        shape=(experts, outputs, inputs),
+        contents=lambda: tensor.contents().swapaxes(1, 2),
+    )
 
 
 def _transposed_experts(
