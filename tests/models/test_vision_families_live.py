@@ -322,9 +322,8 @@ def test_folders_are_read_and_written_byte_for_byte(name, folder, torch, tmp_pat
     for part in ("text_config", "vision_config"):
         before, after = (getattr(m.config, part).to_dict() for m in (theirs, again))
         differing = {k for k in before if before[k] != after.get(k)}
-        assert differing <= {"dtype", "pad_token_id", "rope_parameters", "norm_topk_prob"}, (
-            differing
-        )
+        # The text config of an untied Qwen3VLMoe says tied by default; the outer one decides.
+        assert differing <= {"dtype", "tie_word_embeddings", "norm_topk_prob"}, differing
     images = random_images(network.shape.vision)[:2]
     tokens, _ = dialogue(np.random.default_rng(1), images, network.shape.vision)
     given = torch_inputs(torch, tokens, images)
