@@ -16,6 +16,7 @@ _SIZE_KEYS = {
     "merge_size": "spatial_merge_size",
     "frames": "temporal_patch_size",
 }
+_THETA = 10_000.0  # of the encoders' rotary embeddings
 _WINDOWS = {"fullatt_block_indexes": (7, 15, 23, 31), "window_size": 112}
 _POSITIONS = "num_position_embeddings"
 _DEEPSTACK = "deepstack_visual_indexes"
@@ -186,6 +187,11 @@ def vision_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in settings.items():
         if key not in ("fullatt_block_indexes", _DEEPSTACK):
             _check_size(key, value)
+    theta = (vision_keys.get("rope_parameters") or {}).get("rope_theta", _THETA)
+    if theta != _THETA:
+        raise ValueError(
+            f"vision_config.rope_parameters.rope_theta is {theta}; only {_THETA:g} is known"
+        )
     if not vision_format.deepstack and vision_keys.get(_DEEPSTACK):
         raise ValueError(f"vision_config.{_DEEPSTACK}: this family has no deepstack features")
     own_fields = _windows(settings) if vision_format.kind == "qwen2_5" else _positions(settings)

@@ -120,6 +120,7 @@ def test_a_decoder_of_text_and_images_is_written_as_its_text_model():
         ({"num_position_embeddings": 24}, "num_position_embeddings is 24; they are a square table"),
         ({"deepstack_visual_indexes": [3]}, r"\[3\]; list layers, from 0 to 2, each once"),
         ({"deepstack_visual_indexes": [1, 1]}, "each once"),
+        ({"rope_parameters": {"rope_theta": 500.0}}, "rope_theta is 500.0; only 10000 is known"),
     ],
 )
 def test_configs_that_are_refused(change, message):
