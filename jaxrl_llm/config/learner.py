@@ -30,7 +30,8 @@ class VisionConfig(ConfigGroup):
     num_heads: Annotated[int, Range("[1, 65536]")] = 4  # of each layer's attention
     mlp_size: Width = 128  # features inside each layer's MLP
     patch_size: Annotated[int, Range("[1, 1024]")] = 4  # pixels a side; four patches are a token
-    window_size: Annotated[int, Range("[1, 65536]")] = 16  # pixels a side
+    # Pixels a side; of qwen2_5_vl: layers of qwen3_vl all see the whole image.
+    window_size: Annotated[int, Range("[1, 65536]")] = 16
 
     def rules(self) -> Problems:
         if self.hidden_size % (4 * self.num_heads):
@@ -59,8 +60,8 @@ class ModelConfig(ConfigGroup):
     # Every fourth layer of qwen3_next and qwen3_5 attends; the others are gated delta nets, with
     # heads of the same numbers and size.
     family: Literal[
-        "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "qwen2_5_vl", "qwen3_next",
-        "qwen3_5_text", "qwen3_5_moe_text",
+        "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "qwen2_5_vl", "qwen3_vl",
+        "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
     ] = "qwen2"  # fmt: skip
     hidden_size: Width = 64
     num_layers: Annotated[int, Range("[1, 1024]")] = 2
@@ -71,7 +72,7 @@ class ModelConfig(ConfigGroup):
     # Of families with experts: in each layer, and visited by each token.
     num_experts: Annotated[int, Range("[1, 32767]")] = 4
     experts_per_token: Annotated[int, Range("[1, 32767]")] = 2
-    vision: VisionConfig = VisionConfig()  # of family "qwen2_5_vl"
+    vision: VisionConfig = VisionConfig()  # of families qwen2_5_vl and qwen3_vl
     rope_theta: Annotated[float, Range("[1, 1e+12]")] = 10_000.0
     tie_embeddings: bool = True
     # Dtypes and memory.
@@ -109,6 +110,11 @@ class ModelConfig(ConfigGroup):
     def is_hybrid(self) -> bool:
         """Whether a random model has gated delta nets between its attention layers."""
         return self.family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether a random model has a vision encoder."""
+        return self.family in ("qwen2_5_vl", "qwen3_vl")
 
     def _word_rules(self) -> Problems:
         if self.words and (self.path or self.tokenizer):

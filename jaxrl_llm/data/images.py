@@ -213,7 +213,8 @@ def with_images(
         if image_processor is None:
             raise DataError(
                 f"{where}: it has images, but this model is text-only; use a vision-language model"
-                " (model.path of Qwen2.5-VL), or remove the row"
+                " (model.path of Qwen2.5-VL, Qwen3-VL or Qwen3.5, with its"
+                " preprocessor_config.json), or remove the row"
             )
         images.append(image_processor.read(source, f"{where}, image {number}", files))
     return {**row, "prompt": messages, "prompt_images": images}

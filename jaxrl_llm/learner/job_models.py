@@ -24,7 +24,7 @@ from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.learner.vision.feature_cache import ImageFeatureCache
 from jaxrl_llm.models import attention, context_parallel, flops, lora
 from jaxrl_llm.models.architecture import Architecture, architecture_from_config
-from jaxrl_llm.models.hf import checkpoint, config_reader, vocabulary
+from jaxrl_llm.models.hf import checkpoint, config_reader, vision_config, vocabulary
 from jaxrl_llm.models.hf.vocabulary import TokenRanges
 from jaxrl_llm.models.pipeline import checks
 from jaxrl_llm.models.recurrent import checks as recurrent_checks
@@ -33,6 +33,7 @@ from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.packing import row_layout
 from jaxrl_llm.sharding import device_pools
 from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.storage import model_folder
 
 _VISION_KEY = 3  # folded into the seed of a randomly initialized vision encoder
 
@@ -93,7 +94,7 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
 
 def _random_model_reads_images(config: ModelConfig) -> bool:
     """Whether a randomly initialized model reads images."""
-    return not config.path and config.family == "qwen2_5_vl"
+    return not config.path and config.has_vision
 
 
 def make_models(config: JobConfig, meshes: Mapping[str, Mesh] | None = None) -> Models:
@@ -140,7 +141,10 @@ def _with_vision_encoder(config: JobConfig, models: Models, shape: Architecture)
     """Adds the vision encoder; frozen weights are loaded with the first image."""
     assert shape.vision is not None
     path, vision, mesh = config.model.path, shape.vision, models.mesh
-    if path:
+    image_processor: ImagePreprocessor | None
+    if path and _is_text_folder(path, shape):
+        image_processor = None
+    elif path:
         image_processor = ImagePreprocessor.from_folder(path, vision.image_token)
     else:
         image_processor = ImagePreprocessor.from_sizes(
@@ -159,6 +163,12 @@ def _with_vision_encoder(config: JobConfig, models: Models, shape: Architecture)
         network.vision_encoder, image_processor, mesh, load, config.trains_vision_tower
     )
     return dataclasses.replace(models, image_processor=image_processor, image_feature_cache=gallery)
+
+
+def _is_text_folder(path: str, shape: Architecture) -> bool:
+    """Whether a folder of text and images lacks what prepares images: it is trained on text."""
+    has_file = "preprocessor_config.json" in model_folder.file_names(path)
+    return not has_file and vision_config.is_text_model_too(shape.family)
 
 
 def shared_mesh(config: JobConfig, devices: Sequence[Any] = ()) -> dict[str, Mesh]:

@@ -4,15 +4,18 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.config import ModelConfig
 from jaxrl_llm.config.learner import ATTENTION_INTERVAL
 
 _LONGEST_PATTERN = 12  # in runs of equal layers
+_RANDOM_DEEPSTACK = 3  # deepstack layers of a random model, as of Qwen3-VL
+_RANDOM_POSITION_SIDE = 16  # of the table of learned positions of a random vision encoder
 
 
 Mixer = Literal["attention", "gated_delta"]  # how a layer mixes tokens
+VisionKind = Literal["qwen2_5", "qwen3"]  # see `models/vision/encoder.py`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +58,7 @@ class LayerType:
     experts: bool = False  # a mixture of experts instead of one MLP
     top_keys: int = 0  # keys that a query attends to, chosen by the `KeyIndexer`; 0: all
     mixer: Mixer = "attention"
+    deepstack: int = 0  # which deepstack features of images its output takes, from 1; 0: none
 
 
 UNIFORM_LAYER = LayerType()  # the layer type of a uniform model
@@ -123,10 +127,11 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class VisionArchitecture:
-    """A vision encoder of image patches, as in Qwen2.5-VL (arXiv:2502.13923).
+    """A vision encoder of image patches (arXiv:2502.13923, arXiv:2511.21631).
 
     Layers attend within windows of an image, some to the whole image. Each square of `merge_size` x
-    `merge_size` patches becomes one embedding of the decoder's hidden size.
+    `merge_size` patches becomes one embedding of the decoder's hidden size, and one more for each
+    of `deepstack_layers`.
     """
 
     num_layers: int
@@ -134,7 +139,7 @@ class VisionArchitecture:
     num_heads: int
     mlp_size: int
     full_layers: tuple[int, ...]  # layers that attend to the whole image
-    window_size: int = 112  # pixels a side
+    window_size: int = 112  # pixels a side; 0: all layers attend to the whole image
     patch_size: int = 14  # pixels a side
     merge_size: int = 2
     frames: int = 2  # of a patch; an image is repeated as all of them
@@ -142,6 +147,10 @@ class VisionArchitecture:
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     act: Literal["silu"] = "silu"
+    kind: VisionKind = "qwen2_5"
+    position_side: int = 0  # of the square table of learned positions; 0: none
+    # Layers whose output is merged too (DeepStack, arXiv:2406.04334).
+    deepstack_layers: tuple[int, ...] = ()
 
     @property
     def head_size(self) -> int:
@@ -154,7 +163,9 @@ class VisionArchitecture:
 
     @property
     def window(self) -> int:
-        """Merged patches along a side of a window."""
+        """Merged patches along a side of a window; 1 without windows, which need no order."""
+        if not self.window_size:
+            return 1
         return self.window_size // self.patch_size // self.merge_size
 
     @property
@@ -207,7 +218,11 @@ class Architecture:
     # M-RoPE: pairs of a head that rotate with time, row and column of an image, in this order
     # (arXiv:2409.12191, Sec. 2.1); (): positions are one number.
     rope_sections: tuple[int, ...] = ()
+    # Pairs of the three parts alternate, as long as there are any, instead of three blocks.
+    rope_sections_interleaved: bool = False
     vision: VisionArchitecture | None = None
+    # First layers to whose output features of images are added, one of `deepstack_layers` each.
+    num_deepstack: int = 0
     # How training stores layers for pipeline parallelism, see `split_over_stages`.
     stages: int = 1
     rounds: int = 1
@@ -215,7 +230,17 @@ class Architecture:
     @property
     def layer_types(self) -> tuple[LayerType, ...]:
         """The type of each layer."""
-        return self.layers or (UNIFORM_LAYER,) * self.num_layers
+        kinds = self.layers or (UNIFORM_LAYER,) * self.num_layers
+        numbered = (
+            dataclasses.replace(kind, deepstack=number)
+            for number, kind in enumerate(kinds[: self.num_deepstack], 1)
+        )
+        return (*numbered, *kinds[self.num_deepstack :])
+
+    @property
+    def image_feature_size(self) -> int:
+        """Values of an image token: its embedding, then what deepstack layers add."""
+        return self.hidden_size * (1 + self.num_deepstack)
 
     @property
     def layer_groups(self) -> tuple[tuple["LayerStack", ...], ...]:
@@ -424,17 +449,8 @@ def architecture_from_config(config: ModelConfig, vocab_size: int) -> Architectu
         return _hybrid_from_config(config, vocab_size)
     vision: VisionArchitecture | None = None
     sections: tuple[int, ...] = ()
-    if config.family == "qwen2_5_vl":
-        tower = config.vision
-        vision = VisionArchitecture(
-            num_layers=tower.num_layers,
-            hidden_size=tower.hidden_size,
-            num_heads=tower.num_heads,
-            mlp_size=tower.mlp_size,
-            full_layers=tuple(range(1, tower.num_layers, 2)),
-            window_size=tower.window_size,
-            patch_size=tower.patch_size,
-        )
+    if config.has_vision:
+        vision = _vision_from_config(config)
         num_pairs = config.head_size // 2
         spatial = num_pairs * 3 // 8
         sections = (num_pairs - 2 * spatial, spatial, spatial)
@@ -449,12 +465,40 @@ def architecture_from_config(config: ModelConfig, vocab_size: int) -> Architectu
         mlp_size=config.mlp_size,
         rope_theta=config.rope_theta,
         qkv_bias=config.family in ("qwen2", "qwen2_5_vl"),
-        qk_norm=config.family in ("qwen3", "qwen3_moe"),
+        qk_norm=config.family in ("qwen3", "qwen3_moe", "qwen3_vl"),
         tie_embeddings=config.tie_embeddings,
         layers=(LayerType(experts=True),) * config.num_layers if experts else (),
         experts=experts,
         rope_sections=sections,
+        rope_sections_interleaved=config.family == "qwen3_vl",
         vision=vision,
+        num_deepstack=len(vision.deepstack_layers) if vision else 0,
+    )
+
+
+def _vision_from_config(config: ModelConfig) -> VisionArchitecture:
+    """The vision encoder of a random model."""
+    tower = config.vision
+    own_fields: dict[str, Any] = {
+        "full_layers": tuple(range(1, tower.num_layers, 2)),
+        "window_size": tower.window_size,
+    }
+    if config.family == "qwen3_vl":
+        num_deepstack = min(_RANDOM_DEEPSTACK, tower.num_layers, config.num_layers)
+        own_fields = {
+            "kind": "qwen3",
+            "full_layers": tuple(range(tower.num_layers)),
+            "window_size": 0,
+            "position_side": _RANDOM_POSITION_SIDE,
+            "deepstack_layers": tuple(range(num_deepstack)),
+        }
+    return VisionArchitecture(
+        num_layers=tower.num_layers,
+        hidden_size=tower.hidden_size,
+        num_heads=tower.num_heads,
+        mlp_size=tower.mlp_size,
+        patch_size=tower.patch_size,
+        **own_fields,
     )
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.architecture import Architecture, KeyIndexer, LayerType, RopeScaling
 from jaxrl_llm.models.attention import DEFAULT_SCORING, AttentionScoring, KeyIndex
-from jaxrl_llm.models.layers import Linear, ParamFactory, RMSNorm, rms_normalized
+from jaxrl_llm.models.layers import LayerNorm, Linear, ParamFactory, RMSNorm, rms_normalized
 from jaxrl_llm.sharding.mesh import constrain
 
 INDEXER = "indexer"  # the module whose parameters no gradient reaches
@@ -63,21 +63,42 @@ def rotary_table(
     theta: float,
     scaling: RopeScaling,
     sections: tuple[int, ...] = (),
+    interleaved: bool = False,
 ) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
     """Cosine and sine of every position's rotation angles, float32.
 
-    With positions in parts (M-RoPE), each part rotates its section of the pairs.
+    With positions in parts (M-RoPE), each part rotates its section of the pairs; see
+    `_part_of_pair` for `interleaved`.
     """
     frequencies = rotary_frequencies(size, theta, scaling)
     angle_positions = positions.astype(jnp.float32)[..., None]
     if positions.ndim > 2:
-        part_of_pair = np.repeat(np.arange(len(sections)), sections)
+        part_of_pair = _part_of_pair(size // 2, sections, interleaved)
         angle_positions = jnp.take(angle_positions[..., 0], part_of_pair, axis=-1)
     angles = (angle_positions * frequencies)[..., None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if scaling.magnitude != 1.0:
         cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
     return cos, sin
+
+
+def _part_of_pair(
+    num_pairs: int, sections: tuple[int, ...], interleaved: bool
+) -> Int[np.ndarray, " pairs"]:
+    """The part of the position (time, row or column) that rotates each pair of a head.
+
+    `interleaved` parts alternate, from the highest frequency on, as long as a spatial part has
+    pairs left; time has the others (arXiv:2511.21631, Sec. 2).
+
+    >>> _part_of_pair(8, (4, 2, 2), True).tolist()
+    [0, 1, 2, 0, 1, 2, 0, 0]
+    """
+    if not interleaved:
+        return np.repeat(np.arange(len(sections)), sections)
+    part_of_pair = np.zeros(num_pairs, int)
+    for part in (1, 2):
+        part_of_pair[part : 3 * sections[part] : 3] = part
+    return part_of_pair
 
 
 def rotary_tables(shape: Architecture, positions: Int[Array, "B T *parts"]) -> Rotary:
@@ -92,6 +113,7 @@ def rotary_tables(shape: Architecture, positions: Int[Array, "B T *parts"]) -> R
             theta=shape.rope_theta,
             scaling=shape.rope_scaling,
             sections=shape.rope_sections,
+            interleaved=shape.rope_sections_interleaved,
         )
     if "local" in kinds:
         tables["local"] = rotary_table(positions, size, shape.local_rope_theta, RopeScaling())
@@ -207,20 +229,6 @@ class GroupedQueryAttention(nnx.Module):
         if shape.output_gate:
             mixed = mixed * jax.nn.sigmoid(gate)
         return self.o(mixed.reshape(*x.shape[:-1], -1)), cache
-
-
-class LayerNorm(nnx.Module):
-    """Layer normalization over the last dim with scale and bias, computed in float32."""
-
-    def __init__(self, build: ParamFactory, size: int):
-        self.scale = build.param(nnx.initializers.ones_init(), (size,), ("norm",))
-        self.bias = build.zeros((size,), ("norm",))
-
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        wide = x.astype(jnp.float32)
-        wide = wide - wide.mean(-1, keepdims=True)
-        scale, bias = (a[...].astype(jnp.float32) for a in (self.scale, self.bias))
-        return (rms_normalized(wide, _LATENT_EPS) * scale + bias).astype(x.dtype)
 
 
 class Indexer(nnx.Module):

@@ -105,7 +105,8 @@ def forward(shape: Architecture, lengths: Int[np.ndarray, " B"], num_labels: int
 
 def vision_layer_matmul_weights(vision: VisionArchitecture) -> int:
     """Matmul weights of one vision encoder layer that each patch passes through."""
-    return 4 * vision.hidden_size**2 + 3 * vision.hidden_size * vision.mlp_size
+    num_mlp_kernels = 3 if vision.kind == "qwen2_5" else 2
+    return 4 * vision.hidden_size**2 + num_mlp_kernels * vision.hidden_size * vision.mlp_size
 
 
 def vision_forward(vision: VisionArchitecture, out_size: int, patches: Sequence[int]) -> float:
@@ -115,7 +116,7 @@ def vision_forward(vision: VisionArchitecture, out_size: int, patches: Sequence[
     """
     num_patches, d = np.asarray(patches, np.float64), vision.hidden_size
     merged = d * vision.merge_size**2
-    merger_weights = merged * (merged + out_size)
+    merger_weights = merged * (merged + out_size) * (1 + len(vision.deepstack_layers))
     weights = vision.patch_dims * d + vision.num_layers * vision_layer_matmul_weights(vision)
     weights += merger_weights // vision.merge_size**2
     num_full_layers = len(vision.full_layers)

@@ -23,6 +23,7 @@ from jaxrl_llm.models.quantization import Quantization
 from jaxrl_llm.sharding.mesh import constrain
 
 NO_ADAPTERS = LoraConfig()
+_LAYER_NORM_EPS = 1e-6  # of indexers and vision encoders, independent of the model's `norm_eps`
 _NORMAL = nnx.initializers.normal(0.02)
 _ZEROS = nnx.initializers.zeros_init()
 
@@ -245,6 +246,20 @@ class RMSNorm(nnx.Module):
 def rms_normalized(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
     """`x` divided by its root mean square over the last dim."""
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + eps)
+
+
+class LayerNorm(nnx.Module):
+    """Layer normalization over the last dim with scale and bias, computed in float32."""
+
+    def __init__(self, build: ParamFactory, size: int):
+        self.scale = build.param(nnx.initializers.ones_init(), (size,), ("norm",))
+        self.bias = build.zeros((size,), ("norm",))
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        wide = x.astype(jnp.float32)
+        wide = wide - wide.mean(-1, keepdims=True)
+        scale, bias = (a[...].astype(jnp.float32) for a in (self.scale, self.bias))
+        return (rms_normalized(wide, _LAYER_NORM_EPS) * scale + bias).astype(x.dtype)
 
 
 class MLP(nnx.Module):

@@ -244,7 +244,9 @@ class Network:
     ) -> Float[Array, "B T D"]:
         table = params["embed"].astype(self.compute_dtype)
         x = self._scale_embeddings(table[tokens])
-        x = x if image_inputs is None else image_inputs.replace_embeddings(x, image_inputs.features)
+        if image_inputs is not None:
+            embeddings = image_inputs.embeddings(self.shape.hidden_size)
+            x = image_inputs.replace_embeddings(x, embeddings)
         return constrain(x, "batch", "length", "embed")
 
     def _scale_embeddings(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -265,8 +267,9 @@ class Network:
         table = constrain_as_weight(table, "vocab", None)
         slices = self._scale_embeddings(constrain_as_weight(table, None, "vocab")[tokens])
         if image_inputs is not None:
+            embeddings = image_inputs.embeddings(self.shape.hidden_size)
             slices = image_inputs.replace_embeddings(
-                slices, constrain_as_weight(image_inputs.features, None, "vocab")
+                slices, constrain_as_weight(embeddings, None, "vocab")
             )
         slices = constrain_as_weight(slices, None, None, "vocab")
         return constrain(slices, "batch", "length", "embed")
@@ -285,12 +288,18 @@ class Network:
         *,
         compressed: bool = False,
         routing: RouterInputs | None = None,
+        image_inputs: ImageInputs | None = None,
     ):
-        """Runs one layer; returns as `Block`: output, result of `attend`, router outputs."""
+        """Runs one layer; returns as `Block`: output, result of `attend`, router outputs.
+
+        The output includes the deepstack features of `image_inputs` that are of this layer.
+        """
         part = "adapted" if lora.has_adapters(layer) else "block"
-        return nnx_bridge.merge_module(self, part, layer, kind)(
-            x, rotary, attend, compressed, routing
-        )
+        block = nnx_bridge.merge_module(self, part, layer, kind)
+        x, cache, routed = block(x, rotary, attend, compressed, routing)
+        if image_inputs is not None and kind.deepstack:
+            x = image_inputs.add_deepstack(x, kind.deepstack)
+        return x, cache, routed
 
     def norm(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The final norm of the residual stream."""
@@ -364,7 +373,9 @@ class Network:
             routing = (
                 dataclasses.replace(inputs.routing, replayed=layer_routes) if kind.experts else None
             )
-            x, _, routed = self.block(layer, x, rotary, attend, kind, routing=routing)
+            x, _, routed = self.block(
+                layer, x, rotary, attend, kind, routing=routing, image_inputs=sights
+            )
             return x, routed
 
         if self.remat != "none":

@@ -262,7 +262,7 @@ class ImageBatch(NamedTuple):
     """Image patches as inputs of a trainable tower, one group of rows after another."""
 
     pixels: Float[Array, "groups rows patches dims"]
-    patch_positions: Int[Array, "groups rows patches 2"]  # row and column in the image
+    patch_positions: Int[Array, "groups rows patches 4"]  # as `PatchRows.coordinates`
     image_ids: Int[Array, "groups rows patches"]  # image of the row, from 1; 0: padding
     # For each feature of the batch, its index in the tower's outputs of all rows; -1: none.
     feature_order: Int[Array, " vectors"]

@@ -108,7 +108,9 @@ def program_lowerings(
             resharder.abstract(),
             config.trainer.prompts_per_step,
             config.data.max_prompt_tokens,
-            0 if models.image_feature_cache is None else models.image_feature_cache.tower.out_size,
+            0
+            if models.image_feature_cache is None
+            else models.image_feature_cache.tower.feature_size,
         )
 
     def lower_in_mesh(lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Lowered:
@@ -213,7 +215,7 @@ def _with_images(
     size = packed_batch.bucket(
         config.trainer.prompts_per_step * max_features, smallest=MIN_FEATURES
     )
-    vectors = _abstract_array(models, (size, tower.out_size), jnp.dtype(tower.compute_dtype))
+    vectors = _abstract_array(models, (size, tower.feature_size), jnp.dtype(tower.compute_dtype))
     packed = dataclasses.replace(packed, image_features=vectors)
     if not gallery.is_trainable:
         return packed
@@ -235,7 +237,7 @@ def _with_images(
 
     shown = packed_batch.ImageBatch(
         sharded_shape((tower.vision.patch_dims,), jnp.float32),
-        sharded_shape((2,), jnp.int32),
+        sharded_shape((patches.NUM_COORDINATES,), jnp.int32),
         sharded_shape((), jnp.int32),
         _abstract_array(models, (size,), jnp.int32),
     )
@@ -255,7 +257,8 @@ def _lower_vision_encoder(
     params = weights_lib.abstract_tower(gallery.tower, models.policy, mesh)
     pixels = _abstract_array(models, (*shape, vision.patch_dims), jnp.float32)
     places, images = (
-        _abstract_array(models, shape + trailing, jnp.int32) for trailing in ((2,), ())
+        _abstract_array(models, shape + trailing, jnp.int32)
+        for trailing in ((patches.NUM_COORDINATES,), ())
     )
     return gallery.encode.lower(params, pixels, places, images)
 

@@ -99,6 +99,26 @@ def _qwen_vl(base: Mapping[str, Any], *sizes: int, tower_mlp: int = 3420) -> Arc
     return dataclasses.replace(_shape({**base, **overrides}, *sizes), vision=vision)
 
 
+def _qwen3_vl(
+    hidden, layers, heads, kv_heads, mlp, *, small_tower: bool = False, **config: Any
+) -> Architecture:
+    family = "qwen3_vl_moe" if "num_experts" in config else "qwen3_vl"
+    tower: dict[str, Any] = {"out_hidden_size": hidden}
+    if small_tower:
+        tower |= {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096}
+        tower |= {"deepstack_visual_indexes": [5, 11, 17]}
+    keys = {
+        **_hf_sizes(hidden, layers, heads, kv_heads, mlp, 151_936),
+        "head_dim": 128,
+        "rope_theta": 5e6,
+        "max_position_embeddings": 262_144,
+        "vision_config": tower,
+        "model_type": family,
+        "architectures": [config_reader.hf_class_name(family, "lm")],
+    }
+    return config_reader.architecture_from_config({**keys, **config})
+
+
 def _glm4_moe(
     hidden, layers, heads, kv_heads, mlp, *, experts: int, inner: int, dense: int, qk_norm=False
 ) -> Architecture:
@@ -216,6 +236,20 @@ SHAPES: Mapping[str, Architecture] = {
     "Qwen2.5-VL-7B": _qwen_vl(_QWEN2_LARGE, 3584, 28, 28, 4, 18_944),
     "Qwen2.5-VL-32B": _qwen_vl(_QWEN2_LARGE, 5120, 64, 40, 8, 27_648, tower_mlp=3456),
     "Qwen2.5-VL-72B": _qwen_vl(_QWEN2_LARGE, 8192, 80, 64, 8, 29_568, tower_mlp=3456),
+    "Qwen3-VL-2B": _qwen3_vl(2048, 28, 16, 8, 6144, small_tower=True, tie_word_embeddings=True),
+    "Qwen3-VL-4B": _qwen3_vl(2560, 36, 32, 8, 9728, small_tower=True, tie_word_embeddings=True),
+    "Qwen3-VL-8B": _qwen3_vl(4096, 36, 32, 8, 12_288),
+    "Qwen3-VL-32B": _qwen3_vl(5120, 64, 64, 8, 25_600),
+    "Qwen3-VL-30B-A3B": _qwen3_vl(
+        2048,
+        48,
+        32,
+        4,
+        6144,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    ),
     "Qwen3-0.6B": _shape(_QWEN3, 1024, 28, 16, 8, 3072),
     "Qwen3-1.7B": _shape(_QWEN3, 2048, 28, 16, 8, 6144),
     "Qwen3-4B": _shape(_QWEN3, 2560, 36, 32, 8, 9728),

@@ -24,14 +24,14 @@ def image_tokens(setting: RunSetting) -> int:
 def image_feature_bytes(setting: RunSetting) -> float:
     """Bytes of the image features of a step, which every device has in full."""
     prompts = setting.config.trainer.prompts_per_step
-    num_values = prompts * image_tokens(setting) * setting.policy.hidden_size
+    num_values = prompts * image_tokens(setting) * setting.policy.image_feature_size
     return 1.0 * num_values * setting.compute_item
 
 
 def prefill_feature_bytes(setting: RunSetting, num_tokens: int) -> float:
     """Bytes of the float32 image features in a prefill of `num_tokens` tokens."""
     has_images = setting.policy.vision is not None
-    return 4.0 * num_tokens * setting.policy.hidden_size * has_images
+    return 4.0 * num_tokens * setting.policy.image_feature_size * has_images
 
 
 def vision_encoder_memory(setting: RunSetting) -> MemoryParts:
@@ -40,9 +40,10 @@ def vision_encoder_memory(setting: RunSetting) -> MemoryParts:
     assert vision is not None
     num_patches = max(patches.MAX_SHARED_ROW_PATCHES, _width(setting, vision))
     num_values = (
-        num_patches * setting.row_shards // vision.merge_size**2 * setting.policy.hidden_size
+        num_patches * setting.row_shards // vision.merge_size**2 * setting.policy.image_feature_size
     )
     layer = _layer_bytes(setting, vision, num_patches)
+    layer += _deepstack_bytes(setting, vision, num_patches)
     pixels = num_patches * vision.patch_dims * (4.0 + setting.compute_item)
     return MemoryParts(
         weights=1.0 * setting.vision_params * setting.param_item,
@@ -70,7 +71,14 @@ def image_input_bytes(setting: RunSetting, num_sequences: int) -> float:
     width = _width(setting, vision)
     group = max(patches.MAX_TRAINED_PATCHES, width) * setting.row_shards
     groups = -(-prompts * image_tokens(setting) * vision.merge_size**2 // group)
-    return 1.0 * groups * group / setting.row_shards * (vision.patch_dims + 3) * 4
+    return (
+        1.0
+        * groups
+        * group
+        / setting.row_shards
+        * (vision.patch_dims + patches.NUM_COORDINATES + 1)
+        * 4
+    )
 
 
 def vision_training_memory(setting: RunSetting) -> MemoryParts:
@@ -85,7 +93,7 @@ def vision_training_memory(setting: RunSetting) -> MemoryParts:
     )
     return MemoryParts(
         gradients=8.0 * setting.vision_params,  # of the group, and the accumulated ones
-        activations=saved_bytes + 2 * layer_bytes,
+        activations=saved_bytes + 2 * layer_bytes + _deepstack_bytes(setting, vision, num_patches),
         temporary=2 * _layer_weight_bytes(setting, vision),
     )
 
@@ -112,6 +120,12 @@ def _layer_bytes(setting: RunSetting, vision: VisionArchitecture, num_patches: i
     rows = math.ceil(num_patches / width)
     scores = 2.0 * rows * heads * min(width, attention.QUERY_BLOCK) * width * 4
     return num_patches * values_per_patch * setting.compute_item + scores
+
+
+def _deepstack_bytes(setting: RunSetting, vision: VisionArchitecture, num_patches: int) -> float:
+    """Bytes of the outputs of deepstack layers, which are merged after the last layer."""
+    num_values = len(vision.deepstack_layers) * num_patches * vision.hidden_size
+    return 1.0 * num_values * setting.compute_item
 
 
 def _layer_weight_bytes(setting: RunSetting, vision: VisionArchitecture) -> float:

@@ -13,11 +13,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.agents.episode import call_format
 from jaxrl_llm.config import ConfigError, RLConfig, RolloutConfig
-from jaxrl_llm.config.rollout_data import BUILT_IN_ENGINE
+from jaxrl_llm.config.rollout_data import BUILT_IN_ENGINE, VLLM_ENGINE
 from jaxrl_llm.learner import job_models
 from jaxrl_llm.learner.job_models import Models
 from jaxrl_llm.metrics.timers import Clock
 from jaxrl_llm.models import attention, lora, mixed_precision, quantization
+from jaxrl_llm.models.hf import vision_config
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import engines, episodes, structured_outputs
 from jaxrl_llm.rollout.engine import host_inputs, kv_cache
@@ -195,9 +196,15 @@ def _trim_memory() -> None:
 
 def check(config: RLConfig, models: Models) -> None:
     """Raises a ConfigError if `rollout.engine` cannot sample for this run; loads no weights."""
+    # vLLM samples texts by models of text and images; `feature_cache.check_image_support` refuses
+    # the images themselves.
+    family = models.policy.shape.family
+    samples_text_alone = config.rollout.engine == VLLM_ENGINE and vision_config.is_text_model_too(
+        family
+    )
     engines.check(
         config,
-        reads_images=models.image_feature_cache is not None,
+        reads_images=models.image_feature_cache is not None and not samples_text_alone,
         num_processes=jax.process_count(),
     )
     size, vocab_size = config.rollout.support_tokens, models.policy.shape.vocab_size

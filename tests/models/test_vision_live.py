@@ -100,7 +100,7 @@ def vectors_of(network, params, images, num_rows=1):
     found = network.vision_encoder.encode(
         params["vision"], rows.pixels, rows.coordinates, rows.image_ids
     )
-    found = np.asarray(found).reshape(-1, network.shape.hidden_size)
+    found = np.asarray(found).reshape(-1, network.shape.image_feature_size)
     return [found[at] for at in rows.embedding_indices]
 
 
@@ -229,13 +229,17 @@ def test_greedy_tokens_are_those_of_generate(model, torch):
     assert [answer[0].tokens for answer in answers] == wanted
 
 
+CLASSES = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
+
+
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_trained_tower_is_exported(rank, torch, tmp_path, capsys):
+@pytest.mark.parametrize("family", CLASSES)
+def test_a_trained_tower_is_exported(family, rank, torch, tmp_path, capsys):
     """The logits of transformers for the export are those of the run's own weights."""
     import transformers
 
     config = SFTConfig(
-        model=dataclasses.replace(pictured.CONFIG.model, tie_embeddings=False),
+        model=dataclasses.replace(pictured.CONFIG.model, family=family, tie_embeddings=False),
         data=pictured.CONFIG.data,
         lora=LoraConfig(rank=rank),
         trainer=SupervisedTrainerConfig(
@@ -257,9 +261,8 @@ def test_a_trained_tower_is_exported(rank, torch, tmp_path, capsys):
     first = weights_lib.initial_params(config, learned.models)
     before, after = (tree["vision"]["layers"]["mlp"]["up"]["kernel"] for tree in (first, params))
     assert np.abs(np.asarray(before) - np.asarray(after)).max() > 1e-3
-    theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
-        tmp_path / "out"
-    ).eval()
+    read_class = getattr(transformers, f"{CLASSES[family]}ForConditionalGeneration")
+    theirs = read_class.from_pretrained(tmp_path / "out").eval()
     processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "out")
     drawings = [
         Image.open(io.BytesIO(counting_task.draw_image(f"export {i}")[0])) for i in range(2)

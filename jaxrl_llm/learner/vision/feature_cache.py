@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from jaxrl_llm.config import ConfigError, RLConfig
+from jaxrl_llm.config.rollout_data import VLLM_ENGINE
 from jaxrl_llm.data.images import ImagePreprocessor
 from jaxrl_llm.models.image_inputs import ImageInputs
 from jaxrl_llm.models.transformer import Network, Params
@@ -37,12 +38,14 @@ class ImageFeatureCache:
     def __init__(
         self,
         tower: VisionEncoder,
-        image_processor: ImagePreprocessor,
+        image_processor: ImagePreprocessor | None,
         mesh: Mesh,
         load: Callable[[], Params],
         learns: bool = False,
     ):
-        """`load` reads the parameters of a frozen tower, when the first image is encoded.
+        """Without an `image_processor` it keeps the tower for exports, and encodes no image.
+
+        `load` reads the parameters of a frozen tower, when the first image is encoded.
 
         Those of a tower that `is_trainable` are set by `update_params`.
         """
@@ -103,7 +106,7 @@ class ImageFeatureCache:
         for group, rows in self._patch_rows(images, mesh_lib.num_row_shards(self._mesh)[0]):
             with jax.set_mesh(self._mesh):
                 outputs = self.encode(self.params, rows.pixels, rows.coordinates, rows.image_ids)
-            all_features = np.asarray(outputs).reshape(-1, self.tower.out_size)
+            all_features = np.asarray(outputs).reshape(-1, self.tower.feature_size)
             for i, slots in zip(group, rows.embedding_indices, strict=True):
                 yield images[i].digest, all_features[slots]
             self.num_encoded += len(group)
@@ -119,6 +122,7 @@ class ImageFeatureCache:
         Rows that hold several images have `max_patches` patches.
         """
         vision = self.tower.vision
+        assert self.image_processor is not None
         loaded = [self.image_processor.patches(image) for image in images]
         prepared = [(PatchGrid(*grid), pixels) for grid, pixels in loaded]
         for group in patches.image_batches(
@@ -172,7 +176,7 @@ class ImageFeatureCache:
         if not any(images):
             return {}
         offsets, size = _table_offsets(images)
-        table = np.zeros((size, self.tower.out_size), self._dtype)
+        table = np.zeros((size, self.tower.feature_size), self._dtype)
         if encodes:
             for digest, vectors in self.features(image for row in images for image in row).items():
                 table[offsets[digest] : offsets[digest] + len(vectors)] = vectors
@@ -221,7 +225,7 @@ class ImageFeatureCache:
         )
         features_per_row, count = width // vision.merge_size**2, bucket(len(groups))
         pixels = np.zeros((count, num_rows, width, vision.patch_dims), np.float32)
-        places = np.zeros((count, num_rows, width, 2), np.int32)
+        places = np.zeros((count, num_rows, width, patches.NUM_COORDINATES), np.int32)
         image_ids = np.zeros((count, num_rows, width), np.int32)
         for g, (group, rows) in enumerate(groups):
             group_width = rows.image_ids.shape[1]
@@ -266,6 +270,7 @@ def unsupported_settings(config: RLConfig, replays: bool) -> list[str]:
         "rewards.models": (config.has_scorers, "reward or cost models"),
         "distillation.teachers": (bool(config.distillation.teachers), "teachers"),
         "replay": (replays, "dumps, which hold no images"),
+        "rollout.engine": (config.rollout.engine == VLLM_ENGINE, "the engine of vLLM"),
         "trainer.sampling": (config.trainer.sampling == "async", "samples ahead of their step"),
     }
     return [

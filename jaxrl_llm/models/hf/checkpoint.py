@@ -32,6 +32,7 @@ from jaxrl_llm.models.hf import (
     safetensors_file,
     stacked_experts,
     unknown_family,
+    vision_config,
     vocabulary,
 )
 from jaxrl_llm.models.hf.config_reader import CheckpointFormatError
@@ -174,9 +175,9 @@ def _check_folder(folder: PathLike, network: Network):
     source = str(model_folder.local_folder(folder) / "config.json")
     _check_shape(source, config, network)
     files = safetensors_file.open_folder(folder, by_ranges=jax.process_count() > 1)
-    if FAMILIES[network.shape.family].stacks_experts:
-        files = stacked_experts.split_experts(files)
-    stored = quantized_tensors.dequantized_tensors(config, files, str(folder))
+    stored = quantized_tensors.dequantized_tensors(
+        config, stacked_experts.expert_tensors(files, network.shape), str(folder)
+    )
     leaves = traverse_util.flatten_dict(network.abstract_params())
     names = tensor_names(network.shape, network.head)
     _, head = config_reader.family_and_head(config, source)
@@ -359,7 +360,7 @@ def save_streamed(
     _set_token_ids(config, tokenizer, eos_token_ids)
     files = _split_into_files(list(exported_tensors(network, read_tensor, dtype)), max_shard_bytes)
 
-    documents = {"config.json": config}
+    documents = {"config.json": vision_config.nested_config(config)}
     if network.head == "lm":
         ids = {k: v for k, v in config.items() if k.endswith("_token_id") and v is not None}
         source_settings = {
@@ -399,6 +400,7 @@ def _set_token_ids(config: dict[str, Any], tokenizer: Any, eos_token_ids: Sequen
 def exported_tensors(network: Network, contents: TensorReader, dtype) -> Iterator[TensorToWrite]:
     """Yields all tensors of an export grouped by layer, so that a file holds whole layers."""
     leaves = traverse_util.flatten_dict(network.abstract_params())
+    family = vision_config.readable_alone(network.shape).family
     fused_groups: dict[tuple[str, tuple[int, ...]], list[TensorName]] = collections.defaultdict(
         list
     )
@@ -414,7 +416,10 @@ def exported_tensors(network: Network, contents: TensorReader, dtype) -> Iterato
 
         shape = name.stored_shape(leaves[name.path].shape)
         stored_dtype = np.dtype(np.float32) if name.keep_float32 else dtype
-        return TensorToWrite(name.name.format(layer, expert), stored_dtype, shape, read)
+        file_name = name.name.format(layer, expert)
+        file_name = vision_config.file_tensor_name(family, file_name)
+        tensor = TensorToWrite(file_name, stored_dtype, shape, read)
+        return stacked_experts.written_experts(tensor, network.shape)
 
     yield from (entry(parts, 0, 0) for parts in fused_groups.values() if not parts[0].is_stacked)
     for layer in range(

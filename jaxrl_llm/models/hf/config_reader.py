@@ -125,12 +125,19 @@ def read_config(folder: PathLike) -> dict[str, Any]:
     if problem := next(_text_config_contradictions(config), ""):
         raise CheckpointFormatError(f"{folder / 'config.json'}: {problem}")
     config = vision_config.flat_config(config)
-    return _text_only_config(config) if config.get("model_type") in TEXT_MODEL_TYPES else config
+    return _text_only_config(config) if _reads_text_alone(config) else config
+
+
+def _reads_text_alone(config: Config) -> bool:
+    """Whether only the text model of a multimodal config is read."""
+    model_type = str(config.get("model_type"))
+    has_encoder = model_type in vision_config.FORMATS and "vision_config" in config
+    return model_type in TEXT_MODEL_TYPES and not has_encoder
 
 
 def _text_config_contradictions(config: Config) -> Iterator[str]:
     """Contradictions in a multimodal config that reading its text_config alone would hide."""
-    if config.get("model_type") in vision_config.MODEL_TYPES:
+    if config.get("model_type") in vision_config.FORMATS:
         yield from contradictions.text_config_contradictions(config, config_schema.NUMERIC_KEYS)
     text = config.get("text_config")
     family = TEXT_MODEL_TYPES.get(str(config.get("model_type")))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.hf import vision_config
 from jaxrl_llm.models.hf.config_reader import (
     ARCHITECTURE_KEYS,
     ATTENTION_KEYS,
@@ -32,6 +33,7 @@ def to_hf_config(
     Raises:
       CheckpointFormatError: If the family is unknown or cannot represent the shape.
     """
+    shape = vision_config.readable_alone(shape)
     if shape.family not in FAMILIES:
         raise CheckpointFormatError(
             f"shape.family is {shape.family!r}; known families: {', '.join(FAMILIES)}"
@@ -46,7 +48,13 @@ def to_hf_config(
         "label2id",
         "num_labels",
     )
-    replaced_keys += ("quantization_config", "layer_types", "num_local_experts", "num_experts")
+    replaced_keys += (
+        "vision_config",
+        "quantization_config",
+        "layer_types",
+        "num_local_experts",
+        "num_experts",
+    )
     if (source_config or {}).get("model_type") in MODEL_TYPE_ALIASES:
         replaced_keys += ("auto_map",)  # code that belongs to the other name
     config = {k: v for k, v in (source_config or {}).items() if k not in replaced_keys}
@@ -137,8 +145,12 @@ def _rope_keys_by_attention(shape: Architecture) -> Fields:
 def _rope_scaling_keys(shape: Architecture) -> Fields | None:
     scaling = shape.rope_scaling
     sections: Fields = {"mrope_section": list(shape.rope_sections)} if shape.rope_sections else {}
+    kind = {"type": "mrope"}
+    if shape.rope_sections_interleaved:
+        kind = {"rope_type": "default"}
+        sections["mrope_interleaved"] = True
     if not scaling.changes_frequencies:
-        return {"type": "mrope", **sections} if sections else None
+        return {**kind, **sections} if sections else None
     rope: Fields = {"rope_type": scaling.kind, **sections}
     rope |= {key: getattr(scaling, field) for field, key in ROPE_KEYS[scaling.kind].items()}
     if scaling.kind in ("yarn", "longrope"):

@@ -2,12 +2,17 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.models.architecture import Architecture, LatentAttentionSizes
 from jaxrl_llm.models.hf import gated_delta_config, indexer_config, vision_config
 from jaxrl_llm.models.hf.family_format import (
+    ALL_SPARSE,
+    SPARSE_AFTER_FIRST_K,
+    SPARSE_BY_TYPE,
+    SPARSE_EVERY_N,
+    SPARSE_IF_LISTED,
     Config,
     FieldCodec,
     Fields,
@@ -17,60 +22,6 @@ from jaxrl_llm.models.hf.family_format import (
 
 # Names that older files have for a type of scaling.
 _OLDER_ROPE_TYPES: Mapping[str, str] = {"su": "longrope"}
-
-
-def _all_sparse(config: Config) -> Callable[[int], bool]:
-    return lambda number: True
-
-
-def _dense_layers(shape: Architecture) -> list[int]:
-    return [number for number, layer in enumerate(shape.layer_types) if not layer.experts]
-
-
-def _sparse_every_n(config: Config) -> Callable[[int], bool]:
-    step, dense_layers = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", ())
-    return lambda number: number not in dense_layers and (number + 1) % step == 0
-
-
-def _sparse_after_first_k(config: Config) -> Callable[[int], bool]:
-    return lambda number: number >= config.get("first_k_dense_replace", 0)
-
-
-def _sparse_by_type(config: Config) -> Callable[[int], bool]:
-    types = config.get("mlp_layer_types")
-    if types is None:
-        return _sparse_after_first_k(config)
-    return lambda number: number < len(types) and types[number] == "sparse"
-
-
-def _sparse_if_listed(config: Config) -> Callable[[int], bool]:
-    step = config.get("interleave_moe_layer_step", 1)
-    moe_layers = config.get("moe_layers", range(step - 1, config["num_hidden_layers"], step))
-    return lambda number: number in moe_layers
-
-
-_ALL_SPARSE = FieldCodec(_all_sparse, lambda shape: {})
-_SPARSE_EVERY_N = FieldCodec(
-    _sparse_every_n,
-    lambda shape: {"decoder_sparse_step": 1, "mlp_only_layers": _dense_layers(shape)},
-)
-_SPARSE_AFTER_FIRST_K = FieldCodec(
-    _sparse_after_first_k, lambda shape: {"first_k_dense_replace": len(_dense_layers(shape))}
-)
-_SPARSE_BY_TYPE = FieldCodec(
-    _sparse_by_type,
-    lambda shape: {
-        "first_k_dense_replace": len(_dense_layers(shape)),
-        "mlp_layer_types": ["sparse" if kind.experts else "dense" for kind in shape.layer_types],
-    },
-)
-_SPARSE_IF_LISTED = FieldCodec(
-    _sparse_if_listed,
-    lambda shape: {
-        "moe_layers": [n for n, layer in enumerate(shape.layer_types) if layer.experts],
-        "interleave_moe_layer_step": 1,
-    },
-)
 
 
 def _alternating_attention(config: Config, number: int) -> str:
@@ -207,6 +158,7 @@ _LONG_QUERY_SCALE = FieldCodec(_read_long_query_scale, _write_long_query_scale)
 _ROPE_LAYERS = FieldCodec(_no_fields, _write_rope_layers)
 _USE_OF_WINDOW = FieldCodec(_no_fields, _write_use_of_window)
 _ROTARY_DIMS = FieldCodec(_read_rotary_dims, _write_rotary_dims)
+_VISION = FieldCodec(vision_config.vision_fields, vision_config.vision_config_keys)
 
 _GEMMA_FIELDS = {"act": "gelu", "norm_offset": 1.0, "post_norms": True, "scale_embeddings": True}
 _GEMMA_KEYS = {"score_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
@@ -244,7 +196,7 @@ _SIGMOID_MOE = MoEFormat(
         "top_groups": "topk_group",
     },
     fixed_fields={"scores": "sigmoid", "selection_bias": True},
-    sparse_layers=_SPARSE_AFTER_FIRST_K,
+    sparse_layers=SPARSE_AFTER_FIRST_K,
     shared_experts="n_shared_experts",
 )
 
@@ -264,7 +216,7 @@ _DSA: Fields = {
     },
     "codecs": (MLA_CODEC, _INDEXER),
     "attention_type": _indexed_attention,
-    "moe": dataclasses.replace(_SIGMOID_MOE, sparse_layers=_SPARSE_BY_TYPE),
+    "moe": dataclasses.replace(_SIGMOID_MOE, sparse_layers=SPARSE_BY_TYPE),
     "module_names": {"attention.q_norm": "self_attn.q_a_layernorm"},
     "has_mtp_layers": True,
 }
@@ -291,8 +243,28 @@ _QWEN_MOE_KEYS = {
     "size": "moe_intermediate_size",
     "shared_size": "shared_expert_intermediate_size",
 }
+_QWEN3_5 = ModelFamily(
+    "Qwen3_5",
+    **_GATED_DELTA,
+    defaults={**gated_delta_config.DEFAULTS},
+    classifier_class="Qwen3_5Text",
+)
+_QWEN3_5_MOE = ModelFamily(
+    "Qwen3_5Moe",
+    **_GATED_DELTA,
+    # All layers have experts: there is no other MLP.
+    defaults={**gated_delta_config.DEFAULTS, "intermediate_size": 0},
+    moe=MoEFormat(
+        config_keys=_QWEN_MOE_KEYS,
+        fixed_fields={"shared_gate": True},
+        sparse_layers=ALL_SPARSE,
+    ),
+    module_names=_SHARED_EXPERT_MODULES,
+    stacks_experts=True,
+)
 
-# Multimodal model_type -> family of its text model, which alone is read.
+# Multimodal model_type -> family of its text model, which alone is read, except where a config has
+# a vision encoder that is read (`vision_config.FORMATS`).
 TEXT_MODEL_TYPES: Mapping[str, str] = {
     "gemma3": "gemma3_text",
     "llama4": "llama4_text",
@@ -310,8 +282,38 @@ FAMILIES: Mapping[str, ModelFamily] = {
         "Qwen2_5_VL",
         fixed_fields={"qkv_bias": True},
         defaults={"rope_theta": 1e6},
-        codecs=(FieldCodec(vision_config.vision_fields, vision_config.vision_config_keys),),
+        codecs=(_VISION,),
         causal_lm_class="Qwen2_5_VLForConditionalGeneration",
+    ),
+    "qwen3_vl": ModelFamily(
+        "Qwen3VL",
+        fixed_fields={"qk_norm": True},
+        defaults={"head_dim": 128, "rope_theta": 500_000.0},
+        codecs=(_VISION,),
+        causal_lm_class="Qwen3VLForConditionalGeneration",
+    ),
+    "qwen3_vl_moe": ModelFamily(
+        "Qwen3VLMoe",
+        fixed_fields={"qk_norm": True},
+        moe=MoEFormat(
+            config_keys={
+                "num": "num_experts",
+                "per_token": "num_experts_per_tok",
+                "size": "moe_intermediate_size",
+            },
+            fixed_fields={},
+            sparse_layers=SPARSE_EVERY_N,
+        ),
+        defaults={"rope_theta": 500_000.0},
+        required_values={"norm_topk_prob": True},
+        codecs=(_VISION,),
+        causal_lm_class="Qwen3VLMoeForConditionalGeneration",
+        module_names={
+            "mlp.expert.gate_up": "mlp.experts.gate_up_proj",
+            "mlp.expert.down": "mlp.experts.down_proj",
+        },
+        fused_experts="halves",
+        transposes_experts=True,
     ),
     "mistral": ModelFamily(
         "Mistral",
@@ -327,7 +329,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         moe=MoEFormat(
             config_keys={**_EXPERT_KEYS, "size": "intermediate_size"},
             fixed_fields={},
-            sparse_layers=_ALL_SPARSE,
+            sparse_layers=ALL_SPARSE,
         ),
         module_names=_MIXTRAL_MODULES,
     ),
@@ -342,7 +344,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
                 "normalized": "norm_topk_prob",
             },
             fixed_fields={},
-            sparse_layers=_SPARSE_EVERY_N,
+            sparse_layers=SPARSE_EVERY_N,
         ),
         defaults={"norm_topk_prob": False},
     ),
@@ -389,7 +391,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         moe=MoEFormat(
             config_keys={**_EXPERT_KEYS, "size": "intermediate_size"},
             fixed_fields={"bias": True, "act": "clamped"},
-            sparse_layers=_ALL_SPARSE,
+            sparse_layers=ALL_SPARSE,
         ),
         module_names={
             "mlp.router": "mlp.router",
@@ -457,7 +459,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         moe=MoEFormat(
             config_keys={**_EXPERT_KEYS, "size": "intermediate_size"},
             fixed_fields={"scores": "sigmoid", "normalized": False, "weighs_input": True},
-            sparse_layers=_SPARSE_IF_LISTED,
+            sparse_layers=SPARSE_IF_LISTED,
             shared_experts="one",
         ),
         module_names={
@@ -526,7 +528,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         moe=MoEFormat(
             config_keys={**_EXPERT_KEYS, "size": "intermediate_size"},
             fixed_fields={"scores": "sigmoid", "selection_bias": True},
-            sparse_layers=_ALL_SPARSE,
+            sparse_layers=ALL_SPARSE,
         ),
         module_names={**_MIXTRAL_MODULES, "mlp.router.selection": "block_sparse_moe"},
         has_mtp_layers=True,
@@ -553,28 +555,21 @@ FAMILIES: Mapping[str, ModelFamily] = {
         moe=MoEFormat(
             config_keys={**_QWEN_MOE_KEYS, "normalized": "norm_topk_prob"},
             fixed_fields={"shared_gate": True},
-            sparse_layers=_SPARSE_EVERY_N,
+            sparse_layers=SPARSE_EVERY_N,
         ),
         module_names=_SHARED_EXPERT_MODULES,
         delta_by_key_head=True,
     ),
-    "qwen3_5_text": ModelFamily(
-        "Qwen3_5",
-        **_GATED_DELTA,
-        defaults={**gated_delta_config.DEFAULTS},
-        classifier_class="Qwen3_5Text",
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
+    "qwen3_5": dataclasses.replace(
+        _QWEN3_5,
+        codecs=(*_QWEN3_5.codecs, _VISION),
+        causal_lm_class="Qwen3_5ForConditionalGeneration",
     ),
-    "qwen3_5_moe_text": ModelFamily(
-        "Qwen3_5Moe",
-        **_GATED_DELTA,
-        # All layers have experts: there is no other MLP.
-        defaults={**gated_delta_config.DEFAULTS, "intermediate_size": 0},
-        moe=MoEFormat(
-            config_keys=_QWEN_MOE_KEYS,
-            fixed_fields={"shared_gate": True},
-            sparse_layers=_ALL_SPARSE,
-        ),
-        module_names=_SHARED_EXPERT_MODULES,
-        stacks_experts=True,
+    "qwen3_5_moe": dataclasses.replace(
+        _QWEN3_5_MOE,
+        codecs=(*_QWEN3_5_MOE.codecs, _VISION),
+        causal_lm_class="Qwen3_5MoeForConditionalGeneration",
     ),
 }

@@ -17,6 +17,7 @@ from jaxrl_llm.models.hf import (
     folder_writer,
     parameter_reader,
     safetensors_file,
+    vision_config,
 )
 from jaxrl_llm.models.hf.config_reader import CheckpointFormatError
 from jaxrl_llm.models.hf.safetensors_file import StoredTensor, TensorToWrite
@@ -27,6 +28,7 @@ from jaxrl_llm.storage.address import HubAddress, parse_address
 from jaxrl_llm.storage.model_folder import PathLike
 
 _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_BASE = "base_model.model."
 # the full head of a scalar network
 _SCORE_NAME = TensorName(("score",), "base_model.model.score.weight")
 _FACTORS = {"lora_a": "lora_A", "lora_b": "lora_B"}
@@ -81,7 +83,9 @@ def save(
                 leaf = leaves[name.path]
                 shape = leaf.shape[:0:-1]
                 read = functools.partial(folder_writer.gather_tensor, leaf, name, layer, leaf.dtype)
-                yield TensorToWrite(name.name.format(layer), np.dtype(leaf.dtype), shape, read)
+                file_name = name.name.format(layer).removeprefix(_BASE)
+                file_name = _BASE + vision_config.file_tensor_name(network.shape.family, file_name)
+                yield TensorToWrite(file_name, np.dtype(leaf.dtype), shape, read)
 
     config = {
         "peft_type": "LORA",
@@ -130,7 +134,7 @@ def _adapter_names(network: Network, paths: Iterable[tuple[str, ...]]) -> list[T
     for path in paths:
         base_name = modules[path[:-1]]
         module = base_name.name.removesuffix(".weight").removesuffix(".bias")
-        file_name = f"base_model.model.{module}.{_FACTORS[path[-1]]}.weight"
+        file_name = f"{_BASE}{module}.{_FACTORS[path[-1]]}.weight"
         names.append(TensorName(path, file_name, True, base_name.layers))
     return names
 
@@ -206,7 +210,10 @@ def _read_header(address: PathLike) -> tuple[dict[str, Any], dict[str, StoredTen
         raise CheckpointFormatError(f"{folder / _WEIGHTS_FILE}: no such file{hint}")
     by_ranges = jax.process_count() > 1
     files = model_folder.weight_files(address, [_WEIGHTS_FILE], by_ranges)
-    return config, safetensors_file.read_header(files[_WEIGHTS_FILE])[0]
+    stored = safetensors_file.read_header(files[_WEIGHTS_FILE])[0]
+    # Of models with images peft has adapters of the text model alone, or of the text model in them.
+    stored = {name.replace(".language_model.", ".", 1): stored[name] for name in stored}
+    return config, stored
 
 
 def _check_folder(address: PathLike, network: Network):

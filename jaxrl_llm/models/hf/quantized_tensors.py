@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxrl_llm.models.hf.family_format import CheckpointFormatError
 from jaxrl_llm.models.hf.safetensors_file import StoredTensor
+from jaxrl_llm.models.hf.stacked_experts import TransposedTensor
 from jaxrl_llm.storage.model_folder import WeightFile
 
 _MXFP4_GROUP = 32  # numbers per scale
@@ -96,11 +97,11 @@ class Fp8Tensor:
         return self.values.view()[block].astype(np.float32) * factors
 
 
-CheckpointTensor = StoredTensor | Mxfp4Tensor | Fp8Tensor
+CheckpointTensor = StoredTensor | TransposedTensor | Mxfp4Tensor | Fp8Tensor
 
 
 def dequantized_tensors(
-    config: Mapping[str, Any], stored: Mapping[str, StoredTensor], source: str
+    config: Mapping[str, Any], stored: Mapping[str, StoredTensor | TransposedTensor], source: str
 ) -> dict[str, CheckpointTensor]:
     """The tensors of a folder, with quantized pairs combined under the name of their weight.
 

@@ -55,6 +55,34 @@ _GATED_DELTA = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
 }
 _SHARED_EXPERT = {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 20}
+_GATED_DELTA_MOE = {
+    **_GATED_DELTA,
+    **_SHARED_EXPERT,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_value_heads": 2,
+}
+_MROPE = {
+    "rope_type": "default",
+    "rope_theta": 500.0,
+    "mrope_section": [4, 2, 2],
+    "mrope_interleaved": True,
+}
+_GATED_MROPE = {
+    "rope_parameters": {**_MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+}
+_ENCODER: Mapping[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "intermediate_size": 48,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 25,
+}
+_TOWER = {"image_token_id": 95, "vision_config": _ENCODER}
+_TOWER_WITH_DEEPSTACK = {
+    **_TOWER,
+    "vision_config": {**_ENCODER, "deepstack_visual_indexes": [0, 1]},
+}
 _LOCAL_ROPE = {"rope_type": "default", "rope_theta": 100.0}
 # What sets a tiny model of each family apart, beside `_SIZES`.
 _OWN_KEYS: Mapping[str, Mapping[str, Any]] = {
@@ -74,6 +102,14 @@ _OWN_KEYS: Mapping[str, Mapping[str, Any]] = {
             "window_size": 112,
             "fullatt_block_indexes": [1],
         },
+    },
+    "qwen3_vl": {"rope_parameters": _MROPE, **_TOWER_WITH_DEEPSTACK},
+    "qwen3_vl_moe": {
+        **_EXPERTS,
+        "num_experts": 4,
+        "mlp_only_layers": [1],
+        "rope_parameters": _MROPE,
+        **_TOWER_WITH_DEEPSTACK,
     },
     "mistral": {"sliding_window": _WINDOW},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -160,12 +196,9 @@ _OWN_KEYS: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen3_next": {**_GATED_DELTA, **_SHARED_EXPERT},
     "qwen3_5_text": _GATED_DELTA,
-    "qwen3_5_moe_text": {
-        **_GATED_DELTA,
-        **_SHARED_EXPERT,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "linear_num_value_heads": 2,
-    },
+    "qwen3_5_moe_text": _GATED_DELTA_MOE,
+    "qwen3_5": {**_GATED_DELTA, **_GATED_MROPE, **_TOWER},
+    "qwen3_5_moe": {**_GATED_DELTA_MOE, **_GATED_MROPE, **_TOWER},
 }
 # By family, the contents of config.json.
 EXAMPLES: Mapping[str, Mapping[str, Any]] = {

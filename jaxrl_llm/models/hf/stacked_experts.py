@@ -1,13 +1,102 @@
-"""Experts stacked in one file tensor, read as tensors of their own."""
+"""Experts stacked in one file tensor: read as tensors of their own, or in their other layout."""
 
 import dataclasses
 import math
 import re
 from collections.abc import Mapping
 
-from jaxrl_llm.models.hf.safetensors_file import StoredTensor
+import numpy as np
+
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.hf.families import FAMILIES
+from jaxrl_llm.models.hf.safetensors_file import StoredTensor, TensorToWrite
+from jaxrl_llm.storage.model_folder import WeightFile
 
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+
+
+@dataclasses.dataclass(frozen=True)
+class TransposedTensor:
+    """A file tensor [E, out, in], read as [E, in, out]."""
+
+    stored: StoredTensor
+
+    @property
+    def file(self) -> WeightFile:
+        return self.stored.file
+
+    @property
+    def is_remote(self) -> bool:
+        return self.stored.is_remote
+
+    @property
+    def readable(self) -> bool:
+        return self.stored.readable
+
+    @property
+    def dtype_code(self) -> str:
+        return self.stored.dtype_code
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, outputs, inputs = self.stored.shape
+        return experts, inputs, outputs
+
+    def view(self) -> "TransposedTensor":
+        return self
+
+    def __getitem__(self, block: tuple[slice, ...]) -> np.ndarray:
+        experts, inputs, outputs = block
+        return np.asarray(self.stored.view()[experts, outputs, inputs]).swapaxes(1, 2)
+
+
+def expert_tensors(
+    stored: Mapping[str, StoredTensor], shape: Architecture
+) -> dict[str, StoredTensor | TransposedTensor]:
+    """The tensors of a folder, experts in the layout in which their family is read."""
+    family = FAMILIES[shape.family]
+    if family.stacks_experts:
+        return {**split_experts(stored)}
+    transposed = _transposed_experts(stored, shape) if family.transposes_experts else {}
+    return {**stored, **transposed}
+
+
+def written_experts(tensor: TensorToWrite, shape: Architecture) -> TensorToWrite:
+    """A tensor in the layout in which transformers writes it: stacks of some families turned."""
+    is_stack = _STACKED.fullmatch(tensor.name) and FAMILIES[shape.family].transposes_experts
+    if not is_stack:
+        return tensor
+    experts, inputs, outputs = tensor.shape
+    return dataclasses.replace(
+        tensor,
+        shape=(experts, outputs, inputs),
+        contents=lambda: tensor.contents().swapaxes(1, 2),
+    )
+
+
+def _transposed_experts(
+    stored: Mapping[str, StoredTensor], shape: Architecture
+) -> dict[str, TransposedTensor]:
+    """The experts of layers that are stored as [E, out, in].
+
+    One tensor of a layer may be square, both never are: where one has the other layout, both have.
+    """
+    experts = shape.experts
+    assert experts is not None
+    transposed_shapes = {
+        "gate_up_proj": (experts.num, 2 * experts.size, shape.hidden_size),
+        "down_proj": (experts.num, shape.hidden_size, experts.size),
+    }
+    by_module: dict[str, dict[str, str]] = {}
+    for name in stored:
+        if match := _STACKED.fullmatch(name):
+            by_module.setdefault(match[1], {})[match[2]] = name
+    return {
+        name: TransposedTensor(stored[name])
+        for parts in by_module.values()
+        if all(stored[name].shape == transposed_shapes[part] for part, name in parts.items())
+        for name in parts.values()
+    }
 
 
 def split_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -2,12 +2,17 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.models.architecture import Architecture, LayerStack, LayerType
+from jaxrl_llm.models.architecture import (
+    Architecture,
+    LayerStack,
+    LayerType,
+    VisionArchitecture,
+)
 from jaxrl_llm.models.hf.families import FAMILIES
 
 # Modules of a block; a family may override them. An unlisted submodule keeps its own name.
@@ -152,27 +157,58 @@ def tensor_names(shape: Architecture, head: str = "lm") -> tuple[TensorName, ...
 def _vision_names(shape: Architecture) -> Iterator[TensorName]:
     if shape.vision is None:
         return
-    merger_modules = {"merge_in": "merger.mlp.0", "merge_out": "merger.mlp.2"}
     yield TensorName(("vision", "patch"), "visual.patch_embed.proj.weight")
-    yield TensorName(("vision", "norm", "scale"), "visual.merger.ln_q.weight")
-    for ours, theirs in merger_modules.items():
-        yield TensorName(("vision", ours, "kernel"), f"visual.{theirs}.weight", transposed=True)
-        yield TensorName(("vision", ours, "bias"), f"visual.{theirs}.bias")
+    yield from _ENDS_OF_VISION[shape.vision.kind](shape.vision)
     layer_indices = tuple(range(shape.vision.num_layers))
-    modules = {
-        "o": "attn.proj",
-        **{f"mlp.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
-    }
+    modules = {"o": "attn.proj", **_MLP_OF_VISION[shape.vision.kind]}
     projections = [(ours, theirs, 0, 1) for ours, theirs in modules.items()]
     projections += [(ours, "attn.qkv", part, 3) for part, ours in enumerate("qkv")]
+    norm_leaves = ("scale",) if shape.vision.kind == "qwen2_5" else ("scale", "bias")
     for ours, theirs in {"attention_norm": "norm1", "mlp_norm": "norm2"}.items():
-        scale = ("vision", "layers", ours, "scale")
-        yield TensorName(scale, f"visual.blocks.{{}}.{theirs}.weight", layers=layer_indices)
+        for leaf in norm_leaves:
+            name = f"visual.blocks.{{}}.{theirs}.{_LEAVES[leaf]}"
+            yield TensorName(("vision", "layers", ours, leaf), name, layers=layer_indices)
     for ours, theirs, part, parts in projections:
         for leaf in ("kernel", "bias"):
             keys = ("vision", "layers", *ours.split("."), leaf)
             name = f"visual.blocks.{{}}.{theirs}.{_LEAVES[leaf]}"
             yield TensorName(keys, name, leaf == "kernel", layer_indices, part=part, parts=parts)
+
+
+def _linear_names(path: tuple[str, ...], theirs: str) -> Iterator[TensorName]:
+    """The kernel and the bias of a projection of a vision encoder."""
+    yield TensorName(("vision", *path, "kernel"), f"visual.{theirs}.weight", transposed=True)
+    yield TensorName(("vision", *path, "bias"), f"visual.{theirs}.bias")
+
+
+def _windowed_ends(vision: VisionArchitecture) -> Iterator[TensorName]:
+    yield TensorName(("vision", "norm", "scale"), "visual.merger.ln_q.weight")
+    yield from _linear_names(("merge_in",), "merger.mlp.0")
+    yield from _linear_names(("merge_out",), "merger.mlp.2")
+
+
+def _deepstack_ends(vision: VisionArchitecture) -> Iterator[TensorName]:
+    yield TensorName(("vision", "patch_bias"), "visual.patch_embed.proj.bias")
+    yield TensorName(("vision", "positions"), "visual.pos_embed.weight")
+    mergers = {"merger": "merger"}
+    for number in range(len(vision.deepstack_layers)):
+        mergers[f"deepstack_{number}"] = f"deepstack_merger_list.{number}"
+    for ours, theirs in mergers.items():
+        yield TensorName(("vision", ours, "norm", "scale"), f"visual.{theirs}.norm.weight")
+        yield TensorName(("vision", ours, "norm", "bias"), f"visual.{theirs}.norm.bias")
+        yield from _linear_names((ours, "merge_in"), f"{theirs}.linear_fc1")
+        yield from _linear_names((ours, "merge_out"), f"{theirs}.linear_fc2")
+
+
+# By `VisionArchitecture.kind`: the tensors around the layers, and the modules of a layer's MLP.
+_ENDS_OF_VISION: Mapping[str, Callable[[VisionArchitecture], Iterator[TensorName]]] = {
+    "qwen2_5": _windowed_ends,
+    "qwen3": _deepstack_ends,
+}
+_MLP_OF_VISION: Mapping[str, Mapping[str, str]] = {
+    "qwen2_5": {f"mlp.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    "qwen3": {"mlp.up": "mlp.linear_fc1", "mlp.down": "mlp.linear_fc2"},
+}
 
 
 def _stack_names(shape: Architecture, stack: LayerStack) -> Iterator[TensorName]:

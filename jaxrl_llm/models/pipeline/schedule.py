@@ -78,6 +78,7 @@ def run_stages(
         sights = inputs.image_inputs
         if sights is not None and image_features is not None:
             sights = sights._replace(features=image_features)
+            inputs = inputs._replace(image_inputs=sights)
         x = network.embed_sharded(params, tokens, sights)
         routes = inputs_lib.routes_by_stack(network.shape, inputs.routing.replayed)
         return network.run_layers(phases.before, params["layers"], x, inputs, routes)

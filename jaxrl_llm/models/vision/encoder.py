@@ -1,4 +1,6 @@
-"""The vision encoder of Qwen2.5-VL (arXiv:2502.13923, Sec. 2.1.1): patches in, embeddings out.
+"""Vision encoders of Qwen2.5-VL (arXiv:2502.13923, Sec. 2.1.1) and Qwen3-VL (arXiv:2511.21631).
+
+Patches in, embeddings out.
 
 Rows hold the patches of several images in window order (`patches.pack_images`); images do not
 attend to each other. Every window fills an equal slice of a row, so window attention is one batch
@@ -6,7 +8,9 @@ of small attention problems.
 """
 
 import dataclasses
-import functools
+import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,72 +20,28 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config import LoraConfig
 from jaxrl_llm.models import lora, mixed_precision, nnx_bridge
-from jaxrl_llm.models.architecture import UNIFORM_LAYER, LayerType, RopeScaling, VisionArchitecture
-from jaxrl_llm.models.attention import QUERY_BLOCK, masked_attention
-from jaxrl_llm.models.attention_modules import apply_rotary, rotary_frequencies
-from jaxrl_llm.models.layers import MLP, NO_ADAPTERS, Linear, ParamFactory, RMSNorm
+from jaxrl_llm.models.architecture import (
+    UNIFORM_LAYER,
+    LayerType,
+    RopeScaling,
+    VisionArchitecture,
+    VisionKind,
+)
+from jaxrl_llm.models.attention_modules import rotary_frequencies
+from jaxrl_llm.models.layers import NO_ADAPTERS, ParamFactory
 from jaxrl_llm.models.remat import REMAT_POLICIES
+from jaxrl_llm.models.vision.blocks import VisionEncoderBlock
+from jaxrl_llm.models.vision.ends import DeepstackEnds, VisionEnds, WindowedEnds
 from jaxrl_llm.sharding.mesh import constrain
 
 _THETA = 10_000.0
-_HEAD_AXES = ("batch", None, "tower_heads", None)
 
 
-class VisionEncoderBlock(nnx.Module):
-    """One pre-norm layer with bidirectional attention within each image or each window."""
-
-    def __init__(self, build: ParamFactory, vision: VisionArchitecture):
-        d, heads = vision.hidden_size, ("embed", "tower_heads")
-        self.attention_norm = RMSNorm(build, d, vision)
-        self.q = Linear(build, "q", d, d, heads, bias=True)
-        self.k = Linear(build, "k", d, d, heads, bias=True)
-        self.v = Linear(build, "v", d, d, heads, bias=True)
-        self.o = Linear(build, "o", d, d, heads[::-1], bias=True)
-        self.mlp_norm = RMSNorm(build, d, vision)
-        self.mlp = MLP(build, vision, vision.mlp_size, bias=True)
-        self.vision = vision
-
-    def __call__(
-        self,
-        x: Float[Array, "rows patches D"],
-        table: tuple[Array, Array],
-        image_ids: Int[Array, "rows patches"],
-        sees_whole_image: Array,
-    ) -> Float[Array, "rows patches D"]:
-        y = self.attention_norm(x)
-        projections = (f(y).reshape(*x.shape[:2], -1, self.vision.head_size) for f in self._qkv())
-        q, k, v = (constrain(projection, *_HEAD_AXES) for projection in projections)
-        q, k = apply_rotary(q, table), apply_rotary(k, table)
-        window_attention = functools.partial(_window_attention, self.vision.window_patches)
-        attended = jax.lax.cond(
-            sees_whole_image, _image_attention, window_attention, q, k, v, image_ids
-        )
-        x = x + self.o(attended.reshape(x.shape))
-        return constrain(x + self.mlp(self.mlp_norm(x)), "batch", None, "embed")
-
-    def _qkv(self) -> tuple[Linear, Linear, Linear]:
-        return self.q, self.k, self.v
-
-
-class VisionEmbedAndMerger(nnx.Module):
-    """The parts around the layers: patch embedding and patch merger."""
-
-    def __init__(self, build: ParamFactory, vision: VisionArchitecture, out_size: int):
-        d, side = vision.hidden_size, vision.patch_size
-        sizes = (d, 3, vision.frames, side, side)
-        self.patch = build.normal(sizes, ("embed", *("patch",) * 4))
-        merged = d * vision.merge_size**2
-        self.norm = RMSNorm(build, d, vision)
-        self.merge_in = Linear(build, "merge", merged, merged, ("embed", "mlp"), bias=True)
-        self.merge_out = Linear(build, "merge", merged, out_size, ("mlp", "embed"), bias=True)
-
-    def embed(self, pixels: Float[Array, "rows patches dims"]) -> Float[Array, "rows patches D"]:
-        kernel = self.patch[...].astype(pixels.dtype)
-        return pixels @ kernel.reshape(kernel.shape[0], -1).T
-
-    def merge(self, x: Float[Array, "rows patches D"]) -> Float[Array, "rows vectors O"]:
-        x = self.norm(x).reshape(x.shape[0], -1, self.merge_in.kernel.shape[0])
-        return self.merge_out(jax.nn.gelu(self.merge_in(x), approximate=False))
+# The modules around the layers, by kind; `blocks.py` has those of the layers.
+_ENDS: Mapping[VisionKind, type[VisionEnds]] = {
+    "qwen2_5": WindowedEnds,
+    "qwen3": DeepstackEnds,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +49,16 @@ class VisionEncoder:
     """A vision encoder; its parameters are a nested dict of arrays, with layers stacked."""
 
     vision: VisionArchitecture
-    out_size: int  # of an embedding: the decoder's hidden size
+    out_size: int  # of an embedding: the decoder's hidden size; see `feature_size`
     param_dtype: str
     compute_dtype: str
     remat: str = "none"  # other than "none": only layer inputs are saved for the backward pass
     lora: LoraConfig = NO_ADAPTERS
+
+    @property
+    def feature_size(self) -> int:
+        """Values of an image token: its embedding, and one more vector per deepstack layer."""
+        return self.out_size * (1 + len(self.vision.deepstack_layers))
 
     def module(self, part: str, kind: LayerType = UNIFORM_LAYER) -> nnx.Module:
         """A module: a "block", a block with adapters ("adapted"), or the "ends"."""
@@ -103,7 +68,8 @@ class VisionEncoder:
         adapters = self.lora if part == "adapted" else NO_ADAPTERS
         build = ParamFactory(rngs, jnp.dtype(self.param_dtype), adapters)
         if part == "ends":
-            return VisionEmbedAndMerger(build, self.vision, self.out_size)
+            ends: Any = _ENDS[self.vision.kind](build, self.vision, self.out_size)
+            return ends
         return VisionEncoderBlock(build, self.vision)
 
     def init(self, key: jax.Array) -> nnx_bridge.Params:
@@ -138,19 +104,19 @@ class VisionEncoder:
         self,
         params: nnx_bridge.Params,
         pixels: Float[Array, "rows patches dims"],
-        coordinates: Int[Array, "rows patches 2"],
+        coordinates: Int[Array, "rows patches 4"],
         image_ids: Int[Array, "rows patches"],
-    ) -> Float[Array, "rows vectors O"]:
-        """Encodes the patches of all images into token embeddings, in the order of the patches.
+    ) -> Float[Array, "rows vectors features"]:
+        """Encodes the patches of all images into token features, in the order of the patches.
 
         Args:
-          coordinates: Row and column of each patch in its image.
+          coordinates: Row and column of each patch in its image, and the size of the image's grid.
           image_ids: Image of each patch, by its index in the row from 1; 0: padding.
         """
         vision = self.vision
         frequencies = rotary_frequencies(vision.head_size // 2, _THETA, RopeScaling())
-        angles = coordinates.astype(jnp.float32)[..., None] * frequencies
-        angles = angles.reshape(*coordinates.shape[:2], 1, -1)  # row angles, then column angles
+        angles = coordinates[..., :2].astype(jnp.float32)[..., None] * frequencies
+        angles = angles.reshape(*image_ids.shape, 1, -1)  # row angles, then column angles
         table = jnp.cos(angles), jnp.sin(angles)
         is_full = np.isin(np.arange(vision.num_layers), vision.full_layers)
 
@@ -166,41 +132,14 @@ class VisionEncoder:
             run_layer = jax.checkpoint(run_layer, policy=REMAT_POLICIES["full"], prevent_cse=False)
         ends = {name: value for name, value in params.items() if name != "layers"}
         ends_module = nnx_bridge.merge_module(self, "ends", ends)
-        x = ends_module.embed(pixels.astype(self.compute_dtype))
+        x = ends_module.embed(pixels.astype(self.compute_dtype), coordinates)
         x = constrain(x, "batch", None, "embed")
         layers = params["layers"], jnp.arange(vision.num_layers), jnp.asarray(is_full)
-        x, _ = jax.lax.scan(run_layer, x, layers)
-        return ends_module.merge(x)
-
-
-def _window_attention(size: int, q, k, v, image_ids) -> Float[Array, "rows patches N H"]:
-    """Attention within windows: slices of `size` patches of a row, each of one image."""
-    split_windows = lambda x: x.reshape(-1, size, *x.shape[2:])  # noqa: E731
-    ids = split_windows(image_ids)
-    attended = masked_attention(
-        split_windows(q), split_windows(k), split_windows(v), _same_image_mask(ids, ids)
-    )
-    return attended.reshape(q.shape)
-
-
-def _image_attention(q, k, v, image_ids) -> Float[Array, "rows patches N H"]:
-    """Attention within images, one block of queries after the other."""
-    rows, length = image_ids.shape
-    if length <= QUERY_BLOCK or length % QUERY_BLOCK:
-        return masked_attention(q, k, v, _same_image_mask(image_ids, image_ids))
-
-    def split_blocks(x):
-        return jnp.moveaxis(x.reshape(rows, -1, QUERY_BLOCK, *x.shape[2:]), 1, 0)
-
-    @jax.checkpoint  # rematerialized: only one block's scores exist at a time
-    def attend(query_block):
-        queries, ids = query_block
-        return masked_attention(queries, k, v, _same_image_mask(ids, image_ids))
-
-    attended = jax.lax.map(attend, (split_blocks(q), split_blocks(image_ids)))
-    return jnp.moveaxis(attended, 0, 1).reshape(q.shape)
-
-
-def _same_image_mask(query_ids, key_ids):
-    # Padding attends to padding: a fully masked row of scores would give NaN.
-    return (query_ids[:, :, None] == key_ids[:, None, :])[:, None]
+        # One scan up to each deepstack layer: a scan over all would have to return every output.
+        outputs: dict[int, Array] = {}
+        ends_of_scans = sorted({layer + 1 for layer in vision.deepstack_layers})
+        for begin, end in itertools.pairwise(sorted({0, *ends_of_scans, vision.num_layers})):
+            part = jax.tree.map(lambda a, span=slice(begin, end): a[span], layers)
+            x, _ = jax.lax.scan(run_layer, x, part)
+            outputs[end - 1] = x
+        return ends_module.merge(x, [outputs[layer] for layer in vision.deepstack_layers])

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 
 from jaxrl_llm.models.architecture import VisionArchitecture
 
+NUM_COORDINATES = 4  # of a patch, see `PatchRows`
 MIN_ROW_PATCHES = 256  # smallest width of an encoder row in patches; wider rows double it
 MAX_TRAINED_PATCHES = 1 << 13  # patches per device that a trainable encoder reads at once
 # Patches of a row shared by several images: full attention is quadratic in the row width.
@@ -42,7 +43,8 @@ class PatchRows:
     """Images packed into rows of the vision encoder: host arrays, rows x patches."""
 
     pixels: Float[np.ndarray, "rows patches dims"]
-    coordinates: Int[np.ndarray, "rows patches 2"]  # row and column of the patch in its image
+    # Row and column of the patch in its image, and the rows and columns of that image's grid.
+    coordinates: Int[np.ndarray, "rows patches 4"]
     image_ids: Int[np.ndarray, "rows patches"]  # index of the image from 1; 0: padding
     # Per image: the indices of its token embeddings in the encoder output, rows concatenated.
     embedding_indices: tuple[Int[np.ndarray, " _"], ...]
@@ -157,7 +159,7 @@ def pack_images(
     width = row_width(max(row_lengths))
     rows = PatchRows(
         np.zeros((num_rows, width, vision.patch_dims), np.float32),
-        np.zeros((num_rows, width, 2), np.int32),
+        np.zeros((num_rows, width, NUM_COORDINATES), np.int32),
         np.zeros((num_rows, width), np.int32),
         (),
     )
@@ -173,9 +175,9 @@ def pack_images(
         rows.pixels[row, patch_slots] = pixels.reshape(-1, merge_patches, vision.patch_dims)[
             token_order
         ].reshape(-1, vision.patch_dims)
-        rows.coordinates[row, patch_slots] = _patch_coordinates(grid, vision)[token_order].reshape(
-            -1, 2
-        )
+        coordinates = _patch_coordinates(grid, vision)[token_order].reshape(-1, 2)
+        rows.coordinates[row, patch_slots, :2] = coordinates
+        rows.coordinates[row, patch_slots, 2:] = grid
         rows.image_ids[row, patch_slots] = number
         vector_slots = np.empty(len(used_slots), np.int32)
         vector_slots[token_order] = (row * width + start) // merge_patches + used_slots

@@ -389,7 +389,9 @@ def forward_layers(
                 network, cache_view, split, len(paged), a, layer_recent, visibility
             ), layer_recent
 
-        x, kept, routed = network.block(layer, x, rotary, attend, kind, compressed=True)
+        x, kept, routed = network.block(
+            layer, x, rotary, attend, kind, compressed=True, image_inputs=sights
+        )
         (paged if kind.mixer == "attention" else states).append(kept)
         chosen_experts += [routed.chosen] if routed else []
     keys, *values = zip(*paged, strict=True)

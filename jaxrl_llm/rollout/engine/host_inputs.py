@@ -241,7 +241,11 @@ def chunked_prefill_inputs(
         inputs.history[row, : len(tokens)] = tokens
     ends = [cached + len(piece) for piece, cached in zip(pieces, cached_lengths, strict=True)]
     image_rows = [
-        (sights, np.arange(cached, end) + offset != sights.positions[0, cached:end, 0])
+        (
+            sights,
+            (np.arange(cached, end) + offset != sights.positions[0, cached:end, 0])
+            | (np.asarray(sights.feature_index)[0, cached:end] >= 0),
+        )
         for (sights, offset), cached, end in zip(images, cached_lengths, ends, strict=False)
         if sights is not None
     ]

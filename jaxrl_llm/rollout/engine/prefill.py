@@ -114,7 +114,7 @@ def prefill(
         for number, layer in enumerate(params["layers"]):
             kind = network.shape.layer_types[number]
             x, kept, routed = network.block(
-                layer, x, rotary, attend, kind, routing=routing.get(number)
+                layer, x, rotary, attend, kind, routing=routing.get(number), image_inputs=sights
             )
             (caches if kind.mixer == "attention" else states).append(kept)
             visited += [routed.chosen] if routed and routes.shape[-1] else []
@@ -288,7 +288,14 @@ def _chunked_prefill(network, params, prompts, size, num_prompt_top):
                 return masked_attention(a.q, keys, values, mask, a.scoring, kernel), updated
 
             x, kept, routed = network.block(
-                layer, x, rotary, attend, kind, compressed=True, routing=routing.get(number)
+                layer,
+                x,
+                rotary,
+                attend,
+                kind,
+                compressed=True,
+                routing=routing.get(number),
+                image_inputs=chunk_images,
             )
             (new_caches if kind.mixer == "attention" else new_states).append(kept)
             visited += [routed.chosen] if routing and routed else []

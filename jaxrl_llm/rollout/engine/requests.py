@@ -314,7 +314,7 @@ class RequestLimits:
     ) -> "RequestLimits":
         """Returns the limits of an engine that runs this network."""
         shape = network.shape
-        vector_size = shape.hidden_size if shape.rope_sections else 0
+        vector_size = shape.image_feature_size if shape.rope_sections else 0
         return cls(
             max_tokens,
             shape.vocab_size,
