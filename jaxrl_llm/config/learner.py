@@ -77,6 +77,10 @@ class ModelConfig(ConfigGroup):
     # Dtypes and memory.
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    # Frozen kernels under the adapters of `lora`, in training and sampling: NF4 with double
+    # quantization as bitsandbytes (4.13 bits a weight), or int8 with one scale per output.
+    # Embedding, head, norms and biases keep `param_dtype`.
+    quantization: Literal["none", "int8", "nf4"] = "none"
     # Rematerialization: which activations the backward pass recomputes or offloads
     # (docs/performance.md). "auto": the plan takes the least recomputation that fits.
     remat: Literal[
@@ -223,6 +227,9 @@ def network_rules(
     if router.bias_rate and lora.rank:
         message = f"{router.bias_rate} moves weights that lora.rank={lora.rank} freezes"
         yield "router.bias_rate", f"{message}; set one of them to 0"
+    if model.quantization != "none" and not lora.rank:
+        message = f"{model.quantization!r} freezes the kernels, and lora.rank=0 has no adapters"
+        yield "model.quantization", f"{message} to train; set lora.rank, or use 'none'"
     numbers = model.param_dtype, lora.rank, router.bias_rate
     for name, message in trainer.optimizer.network_rules(*numbers):
         yield f"trainer.optimizer.{name}", message
