@@ -89,6 +89,7 @@ DEVICES: Mapping[str, Device] = {
         # Single cards, by half of the PCIe bandwidth in both directions; tensor cores that sum in
         # float32.
         _gpu("rtx4090", "RTX 4090", 24, 165, 1008, 32, 12.5),
+        _gpu("rtx4080", "RTX 4080", 16, 97.5, 717, 32, 12.5),
         _gpu("rtx3090", "RTX 3090", 24, 71, 936, 32, 12.5),
         # In float16; it computes bfloat16 in float32 units, several times slower.
         _gpu("t4", r"T4\b", 16, 65, 320, 16, 12.5),

@@ -14,7 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, UInt8
 
 BLOCK = 64  # weights with one absmax
 ABSMAX_BLOCK = 256  # absmax values with one step
@@ -96,9 +96,9 @@ def quantize(kernel: Float[Array, "I O"]) -> dict[str, Array]:
 
 
 def dequantize(
-    codes: UInt8[Array, "I/2 O"],
-    absmax: UInt8[Array, "I/64 O"],
-    absmax_steps: Float[Array, " blocks"],
+    codes: UInt8[Array, "pairs O"],
+    absmax: UInt8[Array, "blocks O"],
+    absmax_steps: Float[Array, " absmax_blocks"],
     absmax_mean: Float[Array, ""],
     dtype,
 ) -> Float[Array, "I O"]:
@@ -111,7 +111,7 @@ def dequantize(
     return values.astype(dtype).reshape(num_blocks * BLOCK, out_size)
 
 
-def _table_values(nibbles: Int[Array, "..."]) -> Float[Array, "..."]:
+def _table_values(nibbles: UInt8[Array, "..."]) -> Float[Array, "..."]:
     """The entries of `TABLE`, by one selection for each bit.
 
     A gather would be as correct, but no compiler fuses it with its neighbours, and on TPU it reads
