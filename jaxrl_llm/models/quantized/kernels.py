@@ -147,9 +147,26 @@ def _factors_beside(x: Array, kernel: QuantizedKernel) -> tuple[Array, Array | N
     Weights are invariant in loops over decode steps and microbatches, so XLA would move their
     dequantization out of the loop: all layers would exist in full, for the whole loop. Behind a
     barrier with an activation they are not invariant.
+
+    XLA on CPU drops barriers before it orders the instructions of a loop's body, and would
+    dequantize all layers of a decode step first. There the codes depend on a bit of `x`. Where `x`
+    is sharded that would cost a broadcast, so there is only the barrier.
     """
-    _, kernel = jax.lax.optimization_barrier((x, kernel))
+    x, kernel = jax.lax.optimization_barrier((x, kernel))
+    if jax.sharding.get_abstract_mesh().size <= 1:
+        codes = kernel.arrays["kernel"]
+        zero = jax.lax.platform_dependent(
+            x, cpu=_opaque_zero, default=lambda x: jnp.zeros((), jnp.uint8)
+        )
+        arrays = {**kernel.arrays, "kernel": codes + zero.astype(codes.dtype)}
+        kernel = dataclasses.replace(kernel, arrays=arrays)
     return kernel.factors(x.dtype)
+
+
+def _opaque_zero(x: Array) -> Array:
+    """Zero, whatever `x` is, in a form that no compiler simplifies."""
+    bits = jax.lax.bitcast_convert_type(x.ravel()[0].astype(jnp.float32), jnp.uint32)
+    return (bits >> 31 >> 1).astype(jnp.uint8)
 
 
 def is_quantizable(path: tuple[str, ...]) -> bool:
