@@ -10,7 +10,13 @@ from jaxrl_llm import errors
 from jaxrl_llm.algorithms import requirements
 from jaxrl_llm.commands.options import PlanOptions
 from jaxrl_llm.config import bridge
-from jaxrl_llm.planning import largest_models, memory_plan, plan_report, pool_placement, resolve_sizes
+from jaxrl_llm.planning import (
+    largest_models,
+    memory_plan,
+    plan_report,
+    pool_placement,
+    resolve_sizes,
+)
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 

@@ -118,4 +118,3 @@ def table(rows: Sequence[LargestModel], target: HardwareTarget) -> str:
         line = f"{job:{width}}" + "".join(f"{cells[job, method]:24}" for method in METHODS)
         lines.append(line.rstrip())
     return "\n".join(lines)
-
