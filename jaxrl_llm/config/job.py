@@ -17,7 +17,6 @@ from jaxrl_llm.config.logging_config import (
 )
 from jaxrl_llm.config.placement import MeshConfig, PlacementConfig
 from jaxrl_llm.config.rollout_data import (
-    BUILT_IN_ENGINE,
     VLLM_ENGINE,
     CurriculumConfig,
     DataConfig,
@@ -469,7 +468,9 @@ class RLConfig(JobConfig):
             temperatures = self.rollout.temperature, self.evaluation.temperature
             yield from self.rollout.vllm.run_rules(*temperatures, self.trainer.schedule)
         yield from learner.network_rules(self.model, self.lora, self.router, self.trainer)
-        yield from self._quantization_rules()
+        yield from learner.quantization_rules(
+            self.model, self.rollout.quantization, self.rollout.engine, self.warm_start.num_steps
+        )
         yield from learner.critic_rules(self.model, self.router, self.critic)
         if self.trainer.optimizer.name == "schedule_free":
             message = "'schedule_free' has its gradient at other weights than those that sample"
@@ -575,23 +576,6 @@ class RLConfig(JobConfig):
         if self.max_staleness and algorithm.old_log_probs == "recompute" and not algorithm.corrects:
             message = "samples of older weights count as if the newest had drawn them; use 'token'"
             yield f"config.algorithm.correction: 'none', {message}"
-
-    def _quantization_rules(self) -> Problems:
-        """What else contradicts a quantized base of the policy."""
-        if (format := self.model.quantization) == "none":
-            return
-        if self.rollout.quantization != "none":
-            message = f"{self.rollout.quantization!r}, but sampling reads the base of model."
-            yield "rollout.quantization", f"{message}quantization={format!r}; use 'none'"
-        if self.rollout.engine != BUILT_IN_ENGINE:
-            message = f"{format!r} is sampled by rollout.engine={BUILT_IN_ENGINE!r} alone, not"
-            yield "model.quantization", f"{message} {self.rollout.engine!r}"
-        if self.warm_start.num_steps:
-            message = f"{self.warm_start.num_steps}, but it trains the kernels that model."
-            yield (
-                "warm_start.num_steps",
-                f"{message}quantization={format!r} freezes; run job 'sft' with adapters before",
-            )
 
     def stage(self, stage: learner.StageConfig, job: type[Job], longest: int) -> Job:
         """The job of a supervised stage before RL; `longest` is the maximum sequence length."""

@@ -235,6 +235,24 @@ def network_rules(
         yield f"trainer.optimizer.{name}", message
 
 
+def quantization_rules(
+    model: ModelConfig, rollout_quantization: str, engine: str, warm_start_steps: int
+) -> Problems:
+    """Yields settings of RL that contradict a quantized base of the policy."""
+    if (format := model.quantization) == "none":
+        return
+    if rollout_quantization != "none":
+        message = f"{rollout_quantization!r}, but sampling reads the base of model.quantization="
+        yield "rollout.quantization", f"{message}{format!r}; use 'none'"
+    if engine != "jaxrl_llm":
+        message = f"{format!r} is sampled by the built-in engine alone, not by rollout.engine="
+        yield "model.quantization", f"{message}{engine!r}"
+    if warm_start_steps:
+        message = f"{warm_start_steps}, but it trains the kernels that model.quantization="
+        remedy = "run job 'sft' with adapters before"
+        yield "warm_start.num_steps", f"{message}{format!r} freezes; {remedy}"
+
+
 def critic_rules(model: ModelConfig, router: RouterLossConfig, critic: CriticConfig) -> Problems:
     """As `network_rules`, of the critic, all of whose weights are trained."""
     for name, message in critic.optimizer.network_rules(model.param_dtype, 0, router.bias_rate):

@@ -1,4 +1,4 @@
-"""What a device can train: the largest model by job and by what is trained of it."""
+"""The largest model that a device can train, by job and by the weights that are trained."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
