@@ -46,16 +46,25 @@ class SavedRun:
     read_params: Callable[[], tuple[Params, int]]
 
     def full_params(self, params: Params) -> Params:
-        """Merges adapters in `params` into full weights, in the training layout."""
+        """Merges adapters in `params` into full weights of `plain_network`, in its layout.
+
+        The base is dequantized first, if it is quantized.
+        """
         if not self.base:
             return params
         mesh = self.models.mesh
+        merge_adapters = job_models.adapter_merger(self.network.lora)
         merge = jax.jit(
-            job_models.adapter_merger(self.network.lora),
-            out_shardings=job_models.train_shardings(self.network, mesh),
+            lambda tree: merge_adapters(job_models.plain_params(self.network, tree)),
+            out_shardings=job_models.train_shardings(self.plain_network, mesh),
         )
         with jax.set_mesh(mesh):
             return merge(lora.combine_params(self.base, params))
+
+    @property
+    def plain_network(self) -> Network:
+        """The network of `full_params`, for exports."""
+        return self.network.unquantized
 
 
 def load_run(workdir: str | os.PathLike[str], best: bool = False) -> SavedRun:

@@ -103,7 +103,7 @@ def _write_folder(options: ExportOptions, run: SavedRun, out: str) -> tuple[path
     """Writes the weights of a run, adapters merged, as a model folder; its path, and the step."""
     params, step = run.read_params()
     models, path = run.models, run.config.model.path
-    network, weights = run.network, run.full_params(params)
+    network, weights = run.plain_network, run.full_params(params)
     if models.image_feature_cache is not None and network.head == "lm":
         network, weights = models.image_feature_cache.with_tower(network, weights)
     checkpoint.save(
@@ -136,7 +136,7 @@ def _write_gguf(options: ExportOptions, run: SavedRun, out: str) -> tuple[pathli
     params, step = run.read_params()
     gguf_writer.save(
         path,
-        run.network,
+        run.plain_network,
         checkpoint.gathering_reader(run.full_params(params), np.dtype(np.float32)),
         fields,
         weight_type=options.gguf_type,

@@ -210,11 +210,12 @@ class PlanOptions(JaxOptions):
     """Plans the memory and time of a run before it starts.
 
     For a TPU --topology, a number of --devices of a kind, or else the devices of this machine.
+    Without --config: the largest model that they can train, by job and by what is trained of it.
     """
 
     module = "plan"
 
-    config: JobConfig = option("File that describes the run.")
+    config: JobConfig | None = option("File that describes the run.", None)
     topology: Name = option("TPU topology, e.g. v5p:2x2x4; 2*v5p:2x2x4: two slices.", "")
     device: Name = option("Kind of device, e.g. h100.", "")
     devices: Positive = option("Number of devices of kind --device.", 1)
@@ -223,10 +224,19 @@ class PlanOptions(JaxOptions):
     placement: bool = option("Rank all 15 placements of PPO's four models.", False)
     price: Annotated[float, Range("[0, inf]")] = option("Dollars per device and hour.", 0.0)
     chart: File = option("PNG file to write a bar chart to (extra [plot]).", "")
+    fit: File = option("JSON file to write: the config, changed until it fits.", "")
+    job: Literal["sft", "dpo", "grpo"] = option("With --fit, without --config: whose.", "grpo")
 
     def rules(self) -> Problems:
         if self.topology and self.device:
             yield "device", "give it or --topology, not both"
+        if self.fit and not self.fit.endswith(".json"):
+            yield "fit", f"{self.fit!r} is written as JSON; call it {self.fit}.json"
+        if self.config is not None:
+            return
+        for name in ("compile", "json", "placement", "price", "chart"):
+            if getattr(self, name):
+                yield name, "is of one run; name its --config"
 
 
 class ExportOptions(JaxOptions):

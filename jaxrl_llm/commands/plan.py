@@ -1,6 +1,7 @@
 """Prints the memory and time of a run before it starts."""
 
 import json
+import pathlib
 from typing import Any
 
 from absl import logging
@@ -8,7 +9,14 @@ from absl import logging
 from jaxrl_llm import errors
 from jaxrl_llm.algorithms import requirements
 from jaxrl_llm.commands.options import PlanOptions
-from jaxrl_llm.planning import memory_plan, plan_report, pool_placement, resolve_sizes
+from jaxrl_llm.config import bridge
+from jaxrl_llm.planning import (
+    largest_models,
+    memory_plan,
+    plan_report,
+    pool_placement,
+    resolve_sizes,
+)
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 
@@ -20,6 +28,9 @@ def _compiled_programs(plan: memory_plan.MemoryPlan, devices) -> dict[str, Any]:
 
 
 def main(options: PlanOptions) -> None:
+    if options.config is None:
+        _print_largest_models(options)
+        return
     if options.chart:
         errors.raise_flag_problems(plan_report.chart_problems(options.chart))
         errors.check_package("matplotlib", "plot", "--chart:")
@@ -35,10 +46,7 @@ def main(options: PlanOptions) -> None:
         errors.raise_flag_problems([(flag, "is of job='rl' alone; leave it out")])
     for warning in config.warnings():
         logging.warning("%s", warning)
-    if not (options.topology or options.device):
-        target = resolve_sizes.local_target(mesh_lib.run_devices())
-    else:
-        target = resolve_sizes.topology_target(options.topology, options.device, options.devices)
+    target = _target(options)
     plan = resolve_sizes.make_plan(resolve_sizes.fit_mesh(config, target), target)
     compiled = _compiled_programs(plan, target.devices) if options.compile else {}
     nearest_fit = memory_plan.nearest_fit(plan)
@@ -50,6 +58,34 @@ def main(options: PlanOptions) -> None:
         _print(options, plan, compiled, nearest_fit)
     if options.chart:
         plan_report.save_chart(plan, options.chart)
+    if options.fit:
+        _write_config(options.fit, plan if plan.fits else nearest_fit.plan)
+
+
+def _target(options: PlanOptions) -> resolve_sizes.HardwareTarget:
+    if not (options.topology or options.device):
+        return resolve_sizes.local_target(mesh_lib.run_devices())
+    return resolve_sizes.topology_target(options.topology, options.device, options.devices)
+
+
+def _print_largest_models(options: PlanOptions) -> None:
+    target = _target(options)
+    rows = list(largest_models.largest_models(target))
+    print(largest_models.table(rows, target))
+    if options.fit:
+        row = next(r for r in reversed(rows) if r.job.startswith(options.job) and r.plan)
+        _write_config(options.fit, row.plan)
+
+
+def _write_config(path: str, plan: memory_plan.MemoryPlan) -> None:
+    text = json.dumps(bridge.to_dict(plan.job), indent=2, allow_nan=False) + "\n"
+    try:
+        with pathlib.Path(path).open("x") as file:  # "x": never overwrites
+            file.write(text)
+    except OSError as error:
+        reason = error.strerror or error
+        raise errors.ConfigError(f"{path}: cannot be written: {reason}; name another") from error
+    print(f"\n{path}: {plan_report.headline(plan)}")
 
 
 def _print(

@@ -468,6 +468,9 @@ class RLConfig(JobConfig):
             temperatures = self.rollout.temperature, self.evaluation.temperature
             yield from self.rollout.vllm.run_rules(*temperatures, self.trainer.schedule)
         yield from learner.network_rules(self.model, self.lora, self.router, self.trainer)
+        yield from learner.quantization_rules(
+            self.model, self.rollout.quantization, self.rollout.engine, self.warm_start.num_steps
+        )
         yield from learner.critic_rules(self.model, self.router, self.critic)
         if self.trainer.optimizer.name == "schedule_free":
             message = "'schedule_free' has its gradient at other weights than those that sample"
@@ -578,7 +581,7 @@ class RLConfig(JobConfig):
         """The job of a supervised stage before RL; `longest` is the maximum sequence length."""
         return job(
             seed=self.seed,
-            model=self.model,
+            model=dataclasses.replace(self.model, quantization="none"),  # it trains all weights
             data=self.data,
             mesh=self.mesh,
             trainer=learner.SupervisedTrainerConfig(

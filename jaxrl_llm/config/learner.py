@@ -78,6 +78,10 @@ class ModelConfig(ConfigGroup):
     # Dtypes and memory.
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    # Frozen kernels under the adapters of `lora`, in training and sampling: NF4 with double
+    # quantization as bitsandbytes (4.13 bits a weight), or int8 with one scale per output.
+    # Embedding, head, norms and biases keep `param_dtype`.
+    quantization: Literal["none", "int8", "nf4"] = "none"
     # Rematerialization: which activations the backward pass recomputes or offloads
     # (docs/performance.md). "auto": the plan takes the least recomputation that fits.
     remat: Literal[
@@ -229,9 +233,30 @@ def network_rules(
     if router.bias_rate and lora.rank:
         message = f"{router.bias_rate} moves weights that lora.rank={lora.rank} freezes"
         yield "router.bias_rate", f"{message}; set one of them to 0"
+    if model.quantization != "none" and not lora.rank:
+        message = f"{model.quantization!r} freezes the kernels, and lora.rank=0 has no adapters"
+        yield "model.quantization", f"{message} to train; set lora.rank, or use 'none'"
     numbers = model.param_dtype, lora.rank, router.bias_rate
     for name, message in trainer.optimizer.network_rules(*numbers):
         yield f"trainer.optimizer.{name}", message
+
+
+def quantization_rules(
+    model: ModelConfig, rollout_quantization: str, engine: str, warm_start_steps: int
+) -> Problems:
+    """Yields settings of RL that contradict a quantized base of the policy."""
+    if (format := model.quantization) == "none":
+        return
+    if rollout_quantization != "none":
+        message = f"{rollout_quantization!r}, but sampling reads the base of model.quantization="
+        yield "rollout.quantization", f"{message}{format!r}; use 'none'"
+    if engine != "jaxrl_llm":
+        message = f"{format!r} is sampled by the built-in engine alone, not by rollout.engine="
+        yield "model.quantization", f"{message}{engine!r}"
+    if warm_start_steps:
+        message = f"{warm_start_steps}, but it trains the kernels that model.quantization="
+        remedy = "run job 'sft' with adapters before"
+        yield "warm_start.num_steps", f"{message}{format!r} freezes; {remedy}"
 
 
 def critic_rules(model: ModelConfig, router: RouterLossConfig, critic: CriticConfig) -> Problems:

@@ -27,6 +27,8 @@ from jaxrl_llm.models.architecture import Architecture, architecture_from_config
 from jaxrl_llm.models.hf import checkpoint, config_reader, vision_config, vocabulary
 from jaxrl_llm.models.hf.vocabulary import TokenRanges
 from jaxrl_llm.models.pipeline import checks
+from jaxrl_llm.models.quantized import checks as quantized_checks
+from jaxrl_llm.models.quantized import kernels
 from jaxrl_llm.models.recurrent import checks as recurrent_checks
 from jaxrl_llm.models.recurrent.sequence_memory import has_state
 from jaxrl_llm.models.transformer import Network, Params
@@ -223,6 +225,11 @@ def build_models(
     # a frozen vision encoder is kept outside the network
     decoder = dataclasses.replace(shape, vision=None)
     policy = make_network(config, shape if config.trains_vision_tower else decoder, "lm", mesh)
+    value = make_network(config, decoder, "scalar", mesh)
+    if config.trained_head == "lm":
+        policy = _with_quantized_base(config, policy, mesh)
+    else:
+        value = _with_quantized_base(config, value, mesh)
     if config.learns_from_samples:
         suppressed = suppressed_tokens(config.require_rl(), unused_tokens)
         policy = dataclasses.replace(policy, suppressed_tokens=suppressed)
@@ -231,7 +238,7 @@ def build_models(
         tokenizer=tokenizer,
         eos_tokens=eos,
         policy=policy,
-        value=make_network(config, decoder, "scalar", mesh),
+        value=value,
         packer=make_packer(config, meshes, policy),
         unused_tokens=unused_tokens,
     )
@@ -369,6 +376,18 @@ def make_network(
     )
 
 
+def _with_quantized_base(config: JobConfig, network: Network, mesh: Mesh) -> Network:
+    """The trained network with kernels as in `model.quantization`; raises ConfigError."""
+    format = config.model.quantization
+    if format == "none":
+        return network
+    if problem := quantized_checks.problem(network.shape, format, mesh.shape["stage"]):
+        raise ConfigError(f"config.model.quantization: {format!r}, but {problem}; use 'none'")
+    return dataclasses.replace(
+        network, matmuls=dataclasses.replace(network.matmuls, quantization=format)
+    )
+
+
 def train_shardings(net: Network, mesh: Mesh) -> Params:
     """Shardings of a network's parameters in training and scoring."""
     return mesh_lib.shardings(
@@ -387,3 +406,14 @@ def adapter_merger(config: LoraConfig) -> Callable[[Params], Params]:
     if not config.rank:
         return lambda tree: tree
     return functools.partial(lora.merge_adapters, scale=config.scale)
+
+
+def plain_params(network: Network, params: Params) -> Params:
+    """The parameters of `network.unquantized`: kernels dequantized, in the parameters' dtype."""
+    if (format := network.matmuls.quantization) == "none":
+        return params
+    layers = {
+        name: kernels.dequantize_layers(stack, format, network.param_dtype)
+        for name, stack in params["layers"].items()
+    }
+    return {**params, "layers": layers}

@@ -1,6 +1,7 @@
 """The weights of a job: which are trained, which stay frozen, and their initial values."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import traverse_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -17,6 +19,7 @@ from jaxrl_llm.config import JobConfig, OptimizerConfig, RLConfig
 from jaxrl_llm.learner import job_models, optimizer
 from jaxrl_llm.learner.job_models import Models
 from jaxrl_llm.models.hf import checkpoint, peft_adapter
+from jaxrl_llm.models.quantized import kernels
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.models.vision.encoder import VisionEncoder
 from jaxrl_llm.sharding import device_pools
@@ -198,6 +201,8 @@ def scalar_head_from_policy(models: Models, policy_params: Params, role: str) ->
     body = {k: v for k, v in policy_params.items() if k not in ("head", "vision")}
 
     def make_params(body):
+        if models.value.matmuls.quantization == "none":
+            body = job_models.plain_params(models.policy, body)
         score = jnp.zeros((1, models.policy.shape.hidden_size), models.value.param_dtype)
         return {**jax.tree.map(jnp.copy, body), "score": score}
 
@@ -271,7 +276,31 @@ def load_frozen(
 
 
 def _load(path: str, network: Network, mesh: Mesh) -> Params:
-    return checkpoint.load(path, network, job_models.train_shardings(network, mesh))
+    shardings = job_models.train_shardings(network.unquantized, mesh)
+    return checkpoint.load(path, network.unquantized, shardings, store=_quantizer(network, mesh))
+
+
+def _quantizer(network: Network, mesh: Mesh) -> checkpoint.StoreArray:
+    """Quantizes each stack of kernels as soon as it is read; the plain stack is freed."""
+    format = network.matmuls.quantization
+    if format == "none":
+        return checkpoint.store_plain
+    shardings = traverse_util.flatten_dict(job_models.train_shardings(network, mesh))
+
+    def store(path: tuple[str, ...], array: Array) -> dict[tuple[str, ...], Array]:
+        if path[0] != "layers" or not kernels.is_quantizable(path):
+            return {path: array}
+        shape = jax.eval_shape(lambda a: kernels.quantize_stack(a, format), array)
+        out_shardings = {name: shardings[*path[:-1], name] for name in shape}
+        quantize = jax.jit(
+            functools.partial(kernels.quantize_stack, format=format), out_shardings=out_shardings
+        )
+        stored = quantize(array)
+        jax.block_until_ready(stored)
+        array.delete()
+        return {(*path[:-1], name): each for name, each in stored.items()}
+
+    return store
 
 
 def initial_reference(config: JobConfig, models: Models, policy_params: Params) -> Params:

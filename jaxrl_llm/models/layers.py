@@ -20,6 +20,7 @@ from jaxrl_llm.config import LoraConfig
 from jaxrl_llm.models import quantization as quantization_lib
 from jaxrl_llm.models.architecture import Architecture, VisionArchitecture
 from jaxrl_llm.models.quantization import Quantization
+from jaxrl_llm.models.quantized import kernels
 from jaxrl_llm.sharding.mesh import constrain
 
 NO_ADAPTERS = LoraConfig()
@@ -92,11 +93,12 @@ class MatmulImpl:
     # Applied to the q, k and v projections before they are split into heads.
     after_qkv_projection: Callable[[Array], Array] = lambda y: y
     min_transposed: int = 0
-    quantization: Quantization = "none"  # of kernels, see `low_precision`
+    quantization: Quantization = "none"  # of kernels, see `models/quantized/`
 
     def transposes(self, in_size: int, out_size: int) -> bool:
         """Whether a kernel of this size is stored as [out, in]."""
-        return 0 < self.min_transposed <= min(in_size, out_size)
+        can_transpose = self.quantization != "nf4"  # its blocks run along the inputs
+        return can_transpose and 0 < self.min_transposed <= min(in_size, out_size)
 
 
 DEFAULT_MATMULS = MatmulImpl()
@@ -183,9 +185,16 @@ class Linear(nnx.Module):
         self.product: Callable[[Array, Array], Array] = matmul
         if build.products.transposes(in_size, out_size):
             sizes, names, self.product = sizes[::-1], names[::-1], build.products.product
-        self.kernel = build.kernel(sizes, names)
-        if build.products.quantization != "none":
-            self.kernel_steps = build.zeros((out_size,), axes[1:], jnp.float32)
+        self.quantization = build.products.quantization
+        if self.quantization == "none":
+            self.kernel = build.normal(sizes, names)
+        else:
+            stored = kernels.FORMATS[self.quantization].arrays((in_size, out_size), axes)
+            if self.product is not matmul:
+                stored["kernel"] = stored["kernel"]._replace(shape=sizes, axes=names)
+            self.kernel_arrays = tuple(stored)
+            for array_name, array in stored.items():
+                setattr(self, array_name, build.zeros(*array))
         if bias:
             self.bias = build.zeros((out_size,), axes[1:])
         lora = build.lora
@@ -202,20 +211,34 @@ class Linear(nnx.Module):
 
     def weight(self, dtype) -> Float[Array, "I O"]:
         """The effective kernel [in, out]: dequantized, and with adapters merged."""
-        kernel = self.kernel[...].astype(dtype)
-        if self.product is not matmul:
-            kernel = kernel.T
-        if hasattr(self, "kernel_steps"):
-            kernel = quantization_lib.apply_scales(kernel, self.kernel_steps[...])
+        if self.quantization != "none" and self.product is matmul:
+            kernel = self._quantized().dequantize(dtype)
+        else:
+            kernel = self.kernel[...].astype(dtype)
+            if self.product is not matmul:
+                kernel = kernel.T
+            if self.quantization != "none":
+                kernel = quantization_lib.apply_scales(kernel, self.kernel_steps[...])
         if hasattr(self, "lora_a"):
             a, b = self.lora_a[...].astype(dtype), self.lora_b[...].astype(dtype)
             kernel = kernel + a @ b * self.scale
         return kernel
 
-    def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+    def _quantized(self) -> kernels.QuantizedKernel:
+        arrays = {name: getattr(self, name)[...] for name in self.kernel_arrays}
+        return kernels.QuantizedKernel(arrays, self.quantization)
+
+    def _product(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        """`x @ kernel`, of whatever format the kernel is."""
+        if self.quantization == "none":
+            return self.product(x, self.kernel[...].astype(x.dtype))
+        if self.product is matmul:
+            return kernels.matmul(x, self._quantized())
         y = self.product(x, self.kernel[...].astype(x.dtype))
-        if hasattr(self, "kernel_steps"):
-            y = quantization_lib.apply_scales(y, self.kernel_steps[...])
+        return quantization_lib.apply_scales(y, self.kernel_steps[...])
+
+    def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        y = self._product(x)
         if hasattr(self, "lora_a"):
             a, b = self.lora_a[...].astype(x.dtype), self.lora_b[...].astype(x.dtype)
             num_blocks = a.shape[0] if a.ndim > 2 else 0

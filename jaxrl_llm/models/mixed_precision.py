@@ -14,6 +14,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models import quantization
+from jaxrl_llm.models.quantized import kernels
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 Params = dict[str, Any]
@@ -21,7 +22,7 @@ Params = dict[str, Any]
 _TILE = 128  # lanes of a TPU's memory tile
 # Never cast: a rounded router chooses other experts, quantization has dtypes of its own, and a
 # rounded decay rate changes a recurrent state more with every token.
-_NEVER_CAST = "router", quantization.SCALES, "decay"
+_NEVER_CAST = "router", *kernels.SCALE_NAMES, "decay"
 
 
 def cast(tree: Params, dtype) -> Params:
@@ -34,7 +35,8 @@ def cast_dtypes(tree: Params, dtype) -> Params:
     chosen = jnp.dtype(dtype)
 
     def leaf_dtype(path, a: Any) -> Any:
-        return a.dtype if _is_never_cast(path) or quantization.is_8bit_dtype(a.dtype) else chosen
+        keeps_dtype = _is_never_cast(path) or quantization.is_quantized_dtype(a.dtype)
+        return a.dtype if keeps_dtype else chosen
 
     return jax.tree.map_with_path(leaf_dtype, tree)
 
@@ -89,7 +91,7 @@ def cast_layer(layer: Params, index: Int[Array, ""], compute_dtype: str) -> Para
             return _cast_to_proxy(
                 _with_stack_layout(w.weight) * unit.astype(w.weight.dtype), w.proxy
             )
-        if w.ndim < 2 or _is_never_cast(path):
+        if w.ndim < 2 or _is_never_cast(path) or quantization.is_quantized_dtype(w.dtype):
             return w
         w = _with_stack_layout(w)
         return w if w.dtype == compute_dtype else (w * unit.astype(w.dtype)).astype(compute_dtype)

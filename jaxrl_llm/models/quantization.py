@@ -1,4 +1,4 @@
-"""8-bit quantization for sampling only: weights (int8, fp8) and the KV cache (fp8).
+"""8-bit quantization: weights (int8, fp8) and the KV cache (fp8).
 
 Weights are quantized symmetrically with one scale per output channel. The scales are applied to the
 result of the matmul, so a decode step reads only the 8-bit weights. Keys and values have no scales:
@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
 Params = dict[str, Any]
-Quantization = Literal["none", "int8", "fp8"]
+Quantization = Literal["none", "int8", "fp8", "nf4"]
 
 # Not quantized: kernels below these names, which are small or choose tokens and experts, or how a
 # state decays ("a", "b"), and all parameters that are not kernels (norms, biases, sinks).
@@ -33,13 +33,18 @@ _FORMATS: Mapping[str, _Format] = {
 CACHE_DTYPES: Mapping[str, str] = {"fp8": "float8_e4m3fn"}  # in the config -> in JAX
 
 
-def quantized_dtype(quantization: Quantization) -> Any:
-    """The dtype of quantized weights; None for "none"."""
+def quantized_dtype(quantization: str) -> Any:
+    """The dtype of weights in 8 bits; None for "none"."""
     return _FORMATS[quantization].dtype if quantization != "none" else None
 
 
+def is_quantized_dtype(dtype: Any) -> bool:
+    """Whether this is the dtype of quantized weights (uint8: 4-bit codes) or of an 8-bit cache."""
+    return is_8bit_dtype(dtype) or jnp.dtype(dtype) == jnp.uint8
+
+
 def is_8bit_dtype(dtype: Any) -> bool:
-    """Whether this is the dtype of quantized weights or of an 8-bit cache."""
+    """Whether this is the dtype of weights or a cache in 8 bits."""
     return any(jnp.dtype(dtype) == format.dtype for format in _FORMATS.values())
 
 
@@ -55,15 +60,17 @@ def quantize_layer(layer: Params, quantization: Quantization, compute_dtype: str
     leaves = flatten_dict(layer)
     for path, kernel in list(leaves.items()):
         if path[-1] == "kernel" and not set(path) & set(UNQUANTIZED):
-            values, scales = _quantized_kernel(kernel, _FORMATS[quantization], compute_dtype)
+            values, scales = quantized_kernel(kernel.astype(compute_dtype), quantization)
             leaves |= {path: values, (*path[:-1], SCALES): scales}
     return unflatten_dict(leaves)
 
 
-def _quantized_kernel(
-    kernel: Float[Array, "*E I O"], to: _Format, compute_dtype: str
+def quantized_kernel(
+    kernel: Float[Array, "*E I O"], quantization: str
 ) -> tuple[Array, Float[Array, "*E O"]]:
-    kernel32 = kernel.astype(compute_dtype).astype(jnp.float32)
+    """The 8-bit values of kernels, and their scales; see `quantize_layer`."""
+    to = _FORMATS[quantization]
+    kernel32 = kernel.astype(jnp.float32)
     max_abs = jnp.abs(kernel32).max(-2)
     scales = jnp.where(max_abs > 0, max_abs / to.largest, 1.0)
     scaled = kernel32 / scales[..., None, :]

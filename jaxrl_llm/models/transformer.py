@@ -35,6 +35,7 @@ from jaxrl_llm.models.moe.router import RouterInputs, RouterOutputs
 from jaxrl_llm.models.nnx_bridge import Params
 from jaxrl_llm.models.packed_inputs import PackedInputs
 from jaxrl_llm.models.quantization import quantize_layer
+from jaxrl_llm.models.quantized import kernels
 from jaxrl_llm.models.remat import REMAT_POLICIES
 from jaxrl_llm.models.vision import encoder
 from jaxrl_llm.sharding.mesh import constrain, constrain_as_weight
@@ -147,6 +148,13 @@ class Network:
         return units
 
     @property
+    def unquantized(self) -> "Network":
+        """This network with plain kernels."""
+        return dataclasses.replace(
+            self, matmuls=dataclasses.replace(self.matmuls, quantization="none")
+        )
+
+    @property
     def decoder(self) -> "Network":
         """This network without its vision encoder; it takes image features as `ImageInputs`."""
         return dataclasses.replace(self, shape=dataclasses.replace(self.shape, vision=None))
@@ -166,7 +174,15 @@ class Network:
         }
 
     def init(self, key: jax.Array) -> Params:
-        """Random parameters: normal(0.02), norms one, biases and scalar head zero."""
+        """Random parameters: normal(0.02), norms one, biases and scalar head zero.
+
+        Of a quantized network they are those of the plain one, quantized.
+        """
+        if (format := self.matmuls.quantization) != "none":
+            params = self.unquantized.init(key)
+            layers = params["layers"].items()
+            stacks = {name: kernels.quantize_layers(stack, format) for name, stack in layers}
+            return {**params, "layers": stacks}
         ends_key, layers_key = jax.random.split(key)
         params = {
             **nnx_bridge.module_params(self._ends(nnx.Rngs(ends_key))),

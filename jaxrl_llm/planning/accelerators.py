@@ -77,6 +77,7 @@ DEVICES: Mapping[str, Device] = {
         _tpu("v6e", "TPU v6", 31.24, 918, 1640, 224, 256),
         # Half of a chip, which has 2307 teraflops (docs.cloud.google.com/tpu/docs/tpu7x).
         _tpu("tpu7x", "TPU7|TPU v7", 94.74, 1153.5, 3690, 300, 9216),
+        _gpu("a100-40", "A100.*40GB", 40, 312, 1555, 300, 25),
         _gpu("a100", "A100", 80, 312, 2039, 300, 25),
         _gpu("h100-pcie", "H100 PCIe", 80, 756, 2000, 64, 25),
         _gpu("h100", "H100", 80, 989, 3350, 450, 50),
@@ -84,6 +85,14 @@ DEVICES: Mapping[str, Device] = {
         _gpu("b200", "B200", 180, 2250, 8000, 900, 50),
         _gpu("l40s", "L40S", 48, 362, 864, 32, 25),
         _gpu("l4", r"L4\b", 24, 121, 300, 32, 12.5),
+        _gpu("a10g", "A10G", 24, 70, 600, 32, 12.5),
+        # Single cards, by half of the PCIe bandwidth in both directions; tensor cores that sum in
+        # float32.
+        _gpu("rtx4090", "RTX 4090", 24, 165, 1008, 32, 12.5),
+        _gpu("rtx4080", "RTX 4080", 16, 97.5, 717, 32, 12.5),
+        _gpu("rtx3090", "RTX 3090", 24, 71, 936, 32, 12.5),
+        # In float16; it computes bfloat16 in float32 units, several times slower.
+        _gpu("t4", r"T4\b", 16, 65, 320, 16, 12.5),
     )
 }
 

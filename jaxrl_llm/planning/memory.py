@@ -482,7 +482,7 @@ def _prefill(setting: RunSetting) -> MemoryParts:
 
 def _reshard(setting: RunSetting) -> dict[str, MemoryParts]:
     train_params, rollout_params = setting.local_params("lm"), setting.rollout_params
-    item = setting.param_item
+    train_bytes = setting.stored_bytes("lm")
     non_layer_bytes, layer_bytes = setting.resharded_bytes.values()
     train_non_layer = train_params.total() - num_layer_params(train_params)
     gathers_head = rollout_params["embed"] > train_params["embed"]
@@ -497,10 +497,11 @@ def _reshard(setting: RunSetting) -> dict[str, MemoryParts]:
         if num_layer_params(rollout_params) > num_layer_params(train_params)
         else 0.0
     )
-    last_stack = train_params[f"layers.{list(setting.policy.layer_stacks)[-1]}"]
+    last_stack = train_bytes[f"layers.{list(setting.policy.layer_stacks)[-1]}"]
+    train_non_layer_bytes = train_bytes.total() - num_layer_params(train_bytes)
     return {
         "reshard": MemoryParts(
-            train_non_layer * item + non_layer_bytes, temporary=non_layer_temporary
+            train_non_layer_bytes + non_layer_bytes, temporary=non_layer_temporary
         ),
-        "reshard_layer": MemoryParts(last_stack * item + layer_bytes, temporary=layer_temporary),
+        "reshard_layer": MemoryParts(last_stack + layer_bytes, temporary=layer_temporary),
     }

@@ -394,10 +394,20 @@ class RunSetting:
         """The policy's, or a critic's, parameters per device in training, by group."""
         return self.count_params(self.network(head))
 
+    def base_matmuls(self, head: Head) -> MatmulImpl:
+        """How a network's kernels are stored in training: quantized under its adapters."""
+        is_quantized = self.trains_adapters(head)
+        return MatmulImpl(quantization=self.config.model.quantization if is_quantized else "none")
+
+    def stored_bytes(self, head: Head) -> Counter[str]:
+        """Bytes of the policy's, or a critic's, weights per device in training, by group."""
+        param_dtype = self.config.model.param_dtype
+        network = self.network(head, param_dtype=param_dtype, matmuls=self.base_matmuls(head))
+        return _param_bytes(network, "train", tuple(self.mesh.items()), param_dtype)
+
     def weight_bytes(self, head: Head) -> float:
-        return (
-            self.local_params(head).total() + self.trains_vision_encoder(head) * self.vision_params
-        ) * self.param_item
+        tower = self.trains_vision_encoder(head) * self.vision_params * self.param_item
+        return 1.0 * self.stored_bytes(head).total() + tower
 
     def gathered_layer_params(self) -> dict[str, LayerParams]:
         """Parameters of one gathered layer of the policy, by stack."""
@@ -442,12 +452,23 @@ class RunSetting:
 
     @property
     def _rollout_bytes(self) -> Counter[str]:
-        """Bytes of the rollout copy by group; routers and quantized weights keep their dtypes."""
+        """Bytes of the rollout copy by group; routers and quantized weights keep their dtypes.
+
+        A quantized base has its adapters beside it.
+        """
         rollout, param_dtype = self.config.rollout, self.config.model.param_dtype
-        products = MatmulImpl(quantization=rollout.quantization)
-        network = self.network(param_dtype=param_dtype, matmuls=products)
+        products, lora = self.base_matmuls("lm"), NO_ADAPTERS
+        if products.quantization == "none":
+            products = MatmulImpl(quantization=rollout.quantization)
+        else:
+            lora = self.config.lora
+        network = self.network(param_dtype=param_dtype, matmuls=products, lora=lora)
         layout, mesh = self.config.mesh.rollout, tuple(self.mesh.items())
-        return _param_bytes(network, layout, mesh, self.rollout_dtype)
+        weights = _param_bytes(network, layout, mesh, self.rollout_dtype)
+        if lora.rank:
+            adapters = _param_counts(network, layout, mesh, adapters=True)
+            weights = weights + Counter({k: n * self.rollout_item for k, n in adapters.items()})
+        return weights
 
     @property
     def rollout_bytes(self) -> float:  # bytes of the rollout copy

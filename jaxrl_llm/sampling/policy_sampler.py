@@ -122,8 +122,8 @@ class PolicySampler:
         """Reshards policy weights into the rollout layout; invalidates `old`.
 
         The memory of `old` is reused if nothing else may still read it. Adapters are merged into
-        the base. For separate rollout devices the weights are first resharded on the policy's
-        devices, then copied.
+        the base, unless it is quantized. For separate rollout devices the weights are first
+        resharded on the policy's devices, then copied.
         """
         target = self.models.meshes["rollout"]
         first = old is None
@@ -323,23 +323,44 @@ def make_sampler(
 
 
 def resharder(policy: Network, rollout: Network, mesh: Mesh, layout: str) -> Resharder:
-    """The resharder from policy weights (with adapters) to rollout weights."""
+    """The resharder from policy weights (with adapters) to rollout weights.
+
+    Adapters are merged into plain kernels. Quantized kernels stay as they are, with the adapters
+    beside them: merged, they would have to be rounded again.
+    """
     stacks, merge = policy.shape.layer_stacks, job_models.adapter_merger(policy.lora)
-    return Resharder(
+
+    def convert(name: str, layer: Params) -> Params:
+        return rollout.to_stored_layout(merge(layer), stacks[name].layer)
+
+    abstract, axes, rollout_axes = (
         policy.abstract_params(),
         policy.logical_axes(),
+        rollout.logical_axes(),
+    )
+    if policy.matmuls.quantization != "none":
+        convert = lambda name, layer: layer  # noqa: E731
+        abstract = lora.combine_params(abstract, policy.abstract_adapters())
+        axes = lora.combine_params(axes, policy.adapter_axes())
+        rollout_axes = lora.combine_params(rollout_axes, rollout.adapter_axes())
+    return Resharder(
+        abstract,
+        axes,
         policy.sharding_units,
         mesh,
         functools.partial(mixed_precision.cast_dtypes, dtype=rollout.compute_dtype),
         layout,
         {name: stack.layer_indices for name, stack in stacks.items()},
-        lambda name, layer: rollout.to_stored_layout(merge(layer), stacks[name].layer),
-        rollout.logical_axes(),
+        convert,
+        rollout_axes,
     )
 
 
 def rollout_network(config: RolloutConfig, policy: Network, mesh: Mesh) -> Network:
-    """The policy network as the engine runs it: same arithmetic, its own dtype and kernels."""
+    """The policy network as the engine runs it: same arithmetic, its own dtype and kernels.
+
+    A quantized base is sampled as it is trained.
+    """
     dtype, kernel = policy.compute_dtype, policy.kernel
     if config.dtype not in ("compute", dtype):
         dtype, platform = config.dtype, mesh.devices.flat[0].platform
@@ -351,5 +372,10 @@ def rollout_network(config: RolloutConfig, policy: Network, mesh: Mesh) -> Netwo
         kernel=kernel,
         cache_dtype=quantization.CACHE_DTYPES.get(cache_dtype, cache_dtype),
     ).for_decoding(mesh)
-    products = dataclasses.replace(network.matmuls, quantization=config.quantization)
+    format = policy.matmuls.quantization
+    if format == "none":
+        format = config.quantization
+    products = dataclasses.replace(network.matmuls, quantization=format)
+    if policy.matmuls.quantization != "none":
+        products = dataclasses.replace(products, min_transposed=0)
     return dataclasses.replace(network, matmuls=products)

@@ -195,7 +195,7 @@ networks EXPERTS: model.num_experts model.experts_per_token
 networks FREE: mesh.fsdp=2
 networks LAYERS: mesh.stage=2
 networks STAGES: mesh.stage_rounds=2
-networks ADAPTERS: lora.alpha lora.targets=('q',) lora.path
+networks ADAPTERS: lora.alpha lora.targets=('q',) lora.path model.quantization=int8
 networks JUDGE: rewards.models.NAME.path
 networks COST: rewards.cost_models.NAME.path
 networks TAUGHT: distillation.teachers.NAME.path

@@ -47,9 +47,16 @@ from jaxrl_llm.storage.model_folder import PathLike
 
 # (name, layer, expert) -> the tensor in the layout of the file.
 TensorReader = Callable[[TensorName, int, int], np.ndarray]
+# (path in the parameter tree, a parameter) -> the arrays to keep of it, by path.
+StoreArray = Callable[[tuple[str, ...], jax.Array], Mapping[tuple[str, ...], jax.Array]]
 
 _MAX_LISTED = 8
 EMPTY_CONFIG: Mapping[str, Any] = types.MappingProxyType({})
+
+
+def store_plain(path: tuple[str, ...], array: jax.Array) -> dict[tuple[str, ...], jax.Array]:
+    """Keeps a parameter as it was read."""
+    return {path: array}
 
 
 def read_architecture(folder: PathLike) -> Architecture:
@@ -107,6 +114,7 @@ def load(
     shardings: Any = None,
     dtype: Any = None,
     subtree: str = "",
+    store: StoreArray = store_plain,
 ) -> Params:
     """The parameters stored in a model folder, by any address (`storage/model_folder.py`).
 
@@ -121,6 +129,7 @@ def load(
       dtype: Of the parameters; None is `network.param_dtype`. Expert selection biases stay
         float32: rounding them would select other experts.
       subtree: The branch of the parameter tree to read, such as "vision"; "" reads all.
+      store: What a parameter becomes as soon as it is read, such as its quantized arrays.
 
     Raises:
       CheckpointFormatError: If anything is missing, cut short, or does not fit the network;
@@ -135,19 +144,18 @@ def load(
     else:
         shardings_by_path = traverse_util.flatten_dict(shardings)
     dtype = np.dtype(jnp.dtype(dtype or network.param_dtype))
-    arrays = {}
+    arrays: dict[tuple[str, ...], jax.Array] = {}
     selected = [name for name in names if not subtree or name.path[0] == subtree]
     for name in console.track(f"loading {model_folder.location_name(folder)}", selected):
         shape, sharding = leaves[name.path].shape, shardings_by_path[name.path]
         if name.name in absent:
             read_block = functools.partial(_zeros, dtype=dtype)
-            arrays[name.path] = parameter_reader.assemble(shape, sharding, read_block)
+            array = parameter_reader.assemble(shape, sharding, read_block)
         else:
             tensors = [stored[file] for file in name.file_names]
             param_dtype = np.dtype(np.float32) if name.keep_float32 else dtype
-            arrays[name.path] = parameter_reader.read_parameter(
-                name, tensors, param_dtype, shape, sharding
-            )
+            array = parameter_reader.read_parameter(name, tensors, param_dtype, shape, sharding)
+        arrays |= store(name.path, array)
     params = traverse_util.unflatten_dict(arrays)
     stored_name = functools.partial(_nonfinite_tensor_name, names, stored)
     finite.check(params, str(folder), "the folder is damaged, take another copy of it", stored_name)
@@ -171,6 +179,7 @@ def _nonfinite_tensor_name(
 
 def _check_folder(folder: PathLike, network: Network):
     """Checks a folder; the network's tensor names, the stored tensors, and the absent ones."""
+    network = network.unquantized
     config = config_reader.read_config(folder)
     source = str(model_folder.local_folder(folder) / "config.json")
     _check_shape(source, config, network)
