@@ -73,8 +73,10 @@ def _print_largest_models(options: PlanOptions) -> None:
     rows = list(largest_models.largest_models(target))
     print(largest_models.table(rows, target))
     if options.fit:
-        row = next(r for r in reversed(rows) if r.job.startswith(options.job) and r.plan)
-        _write_config(options.fit, row.plan)
+        plans = [row.plan for row in rows if row.job.startswith(options.job) and row.plan]
+        if not plans:
+            raise errors.ConfigError(f"--fit: no model fits for --job={options.job}")
+        _write_config(options.fit, plans[-1])
 
 
 def _write_config(path: str, plan: memory_plan.MemoryPlan) -> None:

@@ -218,11 +218,17 @@ class Linear(nnx.Module):
             if self.product is not matmul:
                 kernel = kernel.T
             if self.quantization != "none":
-                kernel = quantization_lib.apply_scales(kernel, self.kernel_steps[...])
+                kernel = quantization_lib.apply_scales(kernel, self._scales)
         if hasattr(self, "lora_a"):
             a, b = self.lora_a[...].astype(dtype), self.lora_b[...].astype(dtype)
             kernel = kernel + a @ b * self.scale
         return kernel
+
+    @property
+    def _scales(self) -> Float[Array, " O"]:
+        """Of the outputs of a kernel in 8 bits."""
+        scales: Float[Array, " O"] = getattr(self, quantization_lib.SCALES)[...]
+        return scales
 
     def _quantized(self) -> kernels.QuantizedKernel:
         arrays = {name: getattr(self, name)[...] for name in self.kernel_arrays}
@@ -235,7 +241,7 @@ class Linear(nnx.Module):
         if self.product is matmul:
             return kernels.matmul(x, self._quantized())
         y = self.product(x, self.kernel[...].astype(x.dtype))
-        return quantization_lib.apply_scales(y, self.kernel_steps[...])
+        return quantization_lib.apply_scales(y, self._scales)
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         y = self._product(x)

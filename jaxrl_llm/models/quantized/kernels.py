@@ -83,7 +83,8 @@ def _nf4_quantize(kernel):
 
 
 def _nf4_factors(stored, dtype):
-    return nf4.dequantize(*(stored[name] for name in _NF4_NAMES), dtype), None
+    codes, absmax, steps, mean = (stored[name] for name in _NF4_NAMES)
+    return nf4.dequantize(codes, absmax, steps, mean, dtype), None
 
 
 FORMATS: Mapping[str, KernelFormat] = {
