@@ -87,13 +87,11 @@ def _longest_sequence(settings: Mapping[str, Any]) -> int:
     return settings["trainer"]["max_sequence_tokens"]
 
 
-def largest_models(
-    target: HardwareTarget, models: Sequence[str] = MODELS
-) -> Iterator[LargestModel]:
+def largest_models(target: HardwareTarget) -> Iterator[LargestModel]:
     """The largest model of each job and method, in the order of `JOBS` and `METHODS`."""
     for job in JOBS:
         for method in METHODS:
-            fitting = (_fitting_plan(job, method, model, target) for model in reversed(models))
+            fitting = (_fitting_plan(job, method, model, target) for model in reversed(MODELS))
             yield LargestModel(job, method, next((plan for plan in fitting if plan), None))
 
 

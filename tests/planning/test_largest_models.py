@@ -16,7 +16,7 @@ SMALL = largest_models.MODELS[:2]
 
 def plan(*words):
     """Runs `plan`, of the two smallest models of the table."""
-    with mock.patch.object(largest_models.largest_models, "__defaults__", (SMALL,)):
+    with mock.patch.object(largest_models, "MODELS", SMALL):
         options = command_line.parse(command_line.COMMANDS["plan"], words)
         sys.modules["jaxrl_llm.commands.plan"].main(options)
 
@@ -46,5 +46,5 @@ def test_the_table_of_a_card_and_its_config(tmp_path, capsys):
 def test_flags_of_one_run_need_its_config():
     with pytest.raises(ConfigError, match="--json: is of one run; name its --config"):
         plan("--device=t4", "--json")
-    with pytest.raises(ConfigError, match="is written as JSON; call it run.json"):
+    with pytest.raises(ConfigError, match=r"is written as JSON; call it run\.json"):
         plan("--device=t4", "--fit=run")
