@@ -20,6 +20,7 @@ _T = TypeVar("_T")
 # Opening mark -> closing mark.
 THINKING = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 THINKING_TOKENS = 16  # at the end of a prompt: enough to hold a mark that opens thinking
+MAX_NAME = 256  # characters of a function's name
 _STRUCTURE = re.compile(r'["\[\]{}]')
 _IN_STRING = re.compile(r'["\\]')
 _WORD = re.compile(r"[^\s<>]*")
@@ -283,9 +284,11 @@ def scanned_call(
 ) -> ScannedCall:
     """A call whose texts any process and template can take, whatever the policy wrote.
 
-    Halves of surrogate pairs become U+FFFD. Arguments that are no object, or nested too deep, are a
-    problem.
+    Halves of surrogate pairs become U+FFFD. Arguments that are no object, or nested too deep, and
+    names that no protocol takes back are a problem.
     """
+    if not problem and not 0 < len(name) <= MAX_NAME:
+        problem = f"a call names a function, in 1 to {MAX_NAME} characters, not {len(name)}"
     if not problem and not isinstance(arguments, dict):
         problem = f"arguments are an object, got {json.dumps(arguments)[:100]}"
     try:

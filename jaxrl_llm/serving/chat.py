@@ -21,7 +21,7 @@ from jaxrl_llm.agents.tool_call_grammars import (
     RenderCalls,
     call_grammar,
 )
-from jaxrl_llm.agents.tool_call_scanner import open_thinking_mark, thinking_marks
+from jaxrl_llm.agents.tool_call_scanner import MAX_NAME, open_thinking_mark, thinking_marks
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.images import expand_tokens
@@ -53,7 +53,7 @@ from jaxrl_llm.serving.tool_call_stream import ExpectedCalls, StreamedCall
 from jaxrl_llm.text import text_fault
 from jaxrl_llm.types import PromptImage
 
-Name = Annotated[str, Field(min_length=1, max_length=256)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 MAX_TOOLS = 128
 # Names that `chat_template_kwargs` must not set: parameters of `apply_chat_template`, and the
 # variables that it passes to a template itself.

@@ -45,6 +45,8 @@ def test_an_answer_without_calls_is_text(name):
         ("hermes", "<tool_call>" + "[" * 100_000, "invalid JSON"),
         ("qwen3_coder", "<tool_call>add</tool_call>", "no <function=NAME>"),
         ("llama3", '{"name": "add", "parameters": {', "invalid JSON"),
+        ("llama3", '{"name": "", "parameters": {}}', "in 1 to 256 characters, not 0"),
+        ("llama3", '{"name": "%s", "parameters": {}}' % ("a" * 257), "in 1 to 256"),
         ("mistral", "[TOOL_CALLS]add[ARGS]{", "invalid JSON"),
         ("mistral", "[TOOL_CALLS]add", "invalid JSON"),
         ("harmony", "<|channel|>commentary to=functions.add<|message|>{", "invalid JSON"),
