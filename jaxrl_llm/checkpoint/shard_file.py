@@ -44,27 +44,36 @@ def write(path: pathlib.Path, leaves: Mapping[str, jax.Array], extra: Json) -> C
     header = json.dumps({**extra, "shards": rows, "bytes": end}).encode()
     begin = _data_start(len(header))
     temporary = path.with_name(f"{path.name}.tmp")
-    descriptor = os.open(temporary, os.O_CREAT | os.O_RDWR | os.O_TRUNC, 0o600)
+    file = os.open(temporary, os.O_CREAT | os.O_RDWR | os.O_TRUNC, 0o600)
     try:
-        # A sparse file on a full tmpfs would end the process by SIGBUS when it is written.
-        os.posix_fallocate(descriptor, 0, begin + end + _CRC.size)
-        memory = mmap.mmap(descriptor, begin + end + _CRC.size)
+        os.posix_fallocate(file, 0, begin + end + _CRC.size)  # fails here if it does not fit
+        _write_at(file, 0, memoryview(_MAGIC + _LENGTH.pack(len(header)) + header))
+        for row, (_, _, data) in zip(rows, shards, strict=True):
+            # By system calls: through a mapped file it would take twice as long.
+            flat = np.ascontiguousarray(np.asarray(data)).reshape(-1).view(np.uint8)
+            _write_at(file, begin + row["offset"], memoryview(flat))
     except OSError:
+        os.close(file)
         temporary.unlink(missing_ok=True)
         raise
-    finally:
-        os.close(descriptor)
-    prefix = _MAGIC + _LENGTH.pack(len(header)) + header
-    memory[: len(prefix)] = prefix
-    for row, (_, _, data) in zip(rows, shards, strict=True):
-        np.copyto(_view(memory, begin, row), np.asarray(data))
 
     def complete() -> None:
-        memory[begin + end :] = _CRC.pack(_crc(memory, begin, end))
-        memory.close()
+        try:
+            with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as memory:
+                crc = _crc(memory, begin, end)
+            _write_at(file, begin + end, memoryview(_CRC.pack(crc)))
+        finally:
+            os.close(file)
         temporary.replace(path)
 
     return complete
+
+
+def _write_at(file: int, start: int, content: memoryview) -> None:
+    """Writes all of `content`; one call may write less."""
+    while content:
+        written = os.pwrite(file, content, start)
+        content, start = content[written:], start + written
 
 
 def _distinct_shards(array: jax.Array) -> Iterator[tuple[list[int], jax.Array]]:
