@@ -51,7 +51,7 @@ def write(path: pathlib.Path, leaves: Mapping[str, jax.Array], extra: Json) -> C
         for row, (_, _, data) in zip(rows, shards, strict=True):
             # By system calls: through a mapped file it would take twice as long.
             flat = np.ascontiguousarray(np.asarray(data)).reshape(-1).view(np.uint8)
-            _write_at(file, begin + row["offset"], memoryview(flat))
+            _write_at(file, begin + row["offset"], flat.data)
     except OSError:
         os.close(file)
         temporary.unlink(missing_ok=True)
