@@ -24,6 +24,7 @@ from jax._src import distributed  # no public name has the coordinator's address
 
 from jaxrl_llm.checkpoint import peer_files
 from jaxrl_llm.checkpoint.shard_file import Index, Regions, ShardFile, write
+from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.sharding import multihost
 from jaxrl_llm.storage import files
 
@@ -41,10 +42,9 @@ class MemoryCopies:
     def __init__(self, workdir: pathlib.Path):
         """Makes the folder, and a server for the other processes if there are any.
 
-        Raises OSError if the folder cannot be made.
+        Raises ConfigError if the folder cannot be made.
         """
-        self._folder = _folder(_run_id(workdir))
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = _make_folder(_run_id(workdir))
         for rest in self._folder.glob("*.tmp"):
             rest.unlink(missing_ok=True)
         self._process, self._count = jax.process_index(), jax.process_count()
@@ -252,11 +252,18 @@ def _run_id(workdir: pathlib.Path) -> str:
     return str(multihost.broadcast_from_host0(multihost.is_first() and files.read_text(path)))
 
 
-def _folder(run_id: str) -> pathlib.Path:
-    base = os.environ.get(FOLDER_VARIABLE, "")
-    if not base:
-        base = f"/dev/shm/jaxrl_llm-{os.getuid()}"
-    return pathlib.Path(base) / hashlib.sha256(run_id.encode()).hexdigest()[:16]
+def _make_folder(run_id: str) -> pathlib.Path:
+    base = os.environ.get(FOLDER_VARIABLE, "") or f"/dev/shm/jaxrl_llm-{os.getuid()}"
+    folder = pathlib.Path(base) / hashlib.sha256(run_id.encode()).hexdigest()[:16]
+    setting = "config.checkpoint.memory_every"
+    if not hasattr(os, "posix_fallocate"):
+        raise ConfigError(f"{setting}: this system cannot reserve memory for files; use 0")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        remedy = f"set {FOLDER_VARIABLE} to a folder in memory (tmpfs) on each host"
+        raise ConfigError(f"{setting}: {folder} cannot be made ({error}); {remedy}") from error
+    return folder
 
 
 def _boot_id() -> str:

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_llm.checkpoint import memory_copies
 from jaxrl_llm.checkpoint.memory_copies import MemoryCopies
 from jaxrl_llm.checkpoint.saver import CheckpointError, Saver
-from jaxrl_llm.config import CheckpointConfig
+from jaxrl_llm.config import CheckpointConfig, ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +129,13 @@ def test_a_full_memory_is_a_warning(saver, memory, monkeypatch, caplog):
     run.copy_to_memory(1, state(1), {"position": 1})
     assert "no copy in memory of step 1" in caplog.text
     assert copies(memory) == [] and not list(memory.glob("*/*.tmp"))
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(memory_copies.FOLDER_VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="memory_every: .* cannot be made .*set JAXRL_LLM_MEM"):
+        MemoryCopies(tmp_path)
 
 
 def test_complete_steps_have_a_file_of_each_process():
