@@ -134,7 +134,7 @@ def test_a_full_memory_is_a_warning(saver, memory, monkeypatch, caplog):
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv(memory_copies.FOLDER_VARIABLE, str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="memory_every: .* cannot be made .*set JAXRL_LLM_MEM"):
+    with pytest.raises(ConfigError, match=r"memory_every: .* cannot be made .*set JAXRL_LLM_MEM"):
         MemoryCopies(tmp_path)
 
 
