@@ -1,4 +1,4 @@
-"""DPO of Qwen3-8B on your own rows, adapters over 4 bits: one card of 16 GB.
+"""DPO of Qwen3-8B on your own rows, adapters over 4 bits: one GPU of 16 GB.
 
 Rows hold `prompt`, `chosen` and `rejected` (docs/data.md); `eval_files` are held out.
 

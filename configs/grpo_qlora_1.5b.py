@@ -1,4 +1,4 @@
-"""GRPO of Qwen2.5-1.5B-Instruct on GSM8K, adapters over 4 bits: one card of 16 GB, a day.
+"""GRPO of Qwen2.5-1.5B-Instruct on GSM8K, adapters over 4 bits: one GPU of 16 GB, a day.
 
     python launch/train.py --config=configs/grpo_qlora_1.5b.py --workdir=runs/gsm8k_1.5b \
         --config.data.train_files="('gsm8k/train.jsonl',)" \

@@ -1,4 +1,4 @@
-"""GRPO of Qwen3-4B on GSM8K, adapters over 4 bits: one card of 16 GB, days.
+"""GRPO of Qwen3-4B on GSM8K, adapters over 4 bits: one GPU of 16 GB, days.
 
     python launch/train.py --config=configs/grpo_qlora_4b.py --workdir=runs/gsm8k_4b \
         --config.data.train_files="('gsm8k/train.jsonl',)" \

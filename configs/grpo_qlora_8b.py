@@ -1,4 +1,4 @@
-"""GRPO of Qwen3-8B on GSM8K, adapters over 4 bits: one card of 24 GB, days.
+"""GRPO of Qwen3-8B on GSM8K, adapters over 4 bits: one GPU of 24 GB, days.
 
     python launch/train.py --config=configs/grpo_qlora_8b.py --workdir=runs/gsm8k_8b \
         --config.data.train_files="('gsm8k/train.jsonl',)" \

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of Qwen3-8B on your own rows, adapters over 4 bits: one card of 16 GB.
+"""Supervised fine-tuning of Qwen3-8B on your own rows, adapters over 4 bits: one GPU of 16 GB.
 
 Rows hold `messages`, or `prompt` and `completion` (docs/data.md); `eval_files` are held out.
 

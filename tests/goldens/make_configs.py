@@ -16,6 +16,12 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192,
 }
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 5000000.0,
+    "mrope_section": [24, 20, 20],
+    "mrope_interleaved": True,
+}
 # What differs from the defaults of the class.
 MODELS = {
     "Llama-3.2-1B": (
@@ -58,6 +64,40 @@ MODELS = {
             "tie_word_embeddings": True,
         },
     ),
+    "Qwen3-VL-8B": (
+        "Qwen3VL",
+        {
+            "text_config": {
+                "intermediate_size": 12288,
+                "num_hidden_layers": 36,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 262144,
+                "rope_parameters": MROPE,
+            },
+            "vision_config": {"out_hidden_size": 4096},
+        },
+    ),
+    "Qwen3-VL-30B-A3B": (
+        "Qwen3VLMoe",
+        {
+            "text_config": {
+                "intermediate_size": 6144,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+                "max_position_embeddings": 262144,
+                "moe_intermediate_size": 768,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "rope_parameters": MROPE,
+                "tie_word_embeddings": False,
+            },
+            "vision_config": {"out_hidden_size": 2048},
+        },
+    ),
+    "Qwen3.5 with images": ("Qwen3_5", {"vision_config": {"out_hidden_size": 4096}}),
+    "Qwen3.5 with experts and images": ("Qwen3_5Moe", {"vision_config": {"out_hidden_size": 2048}}),
     "Mistral-7B-v0.1": ("Mistral", {}),
     "Mixtral-8x7B-v0.1": ("Mixtral", {"vocab_size": 32000}),
     "Qwen3-30B-A3B": (
@@ -283,7 +323,8 @@ if __name__ == "__main__":
         config = getattr(transformers, f"{cls}Config")(**own)
         configs[name] = config.to_diff_dict()
         configs[name].pop("transformers_version", None)
-        configs[name]["architectures"] = [f"{cls.removesuffix('Text')}ForCausalLM"]
+        task = "ForConditionalGeneration" if "vision_config" in own else "ForCausalLM"
+        configs[name]["architectures"] = [f"{cls.removesuffix('Text')}{task}"]
     configs |= AS_PUBLISHED
     path = pathlib.Path(__file__).parent / "configs.json"
     lines = (f"{json.dumps(name)}: {json.dumps(config)}" for name, config in configs.items())

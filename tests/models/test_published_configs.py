@@ -19,7 +19,7 @@ from jaxrl_llm.models.architecture import (
     RopeScaling,
     VisionArchitecture,
 )
-from jaxrl_llm.models.hf import config_reader, config_writer
+from jaxrl_llm.models.hf import config_reader, config_writer, vision_config
 from jaxrl_llm.models.hf.config_reader import CheckpointFormatError
 from jaxrl_llm.models.hf.families import FAMILIES, MODEL_TYPE_ALIASES
 
@@ -36,6 +36,15 @@ def hybrid(num_layers, experts):
         "norm_offset": 1.0,
         **UNTIED,
     }
+
+
+def tower(image_token, **fields):
+    """The tower of Qwen3-VL-8B and larger, which Qwen3.5 has too."""
+    sizes = {"patch_size": 16, "window_size": 0, "kind": "qwen3", "position_side": 48}
+    layers = tuple(range(27))
+    return VisionArchitecture(
+        27, 1152, 16, 4304, layers, image_token=image_token, **sizes, **fields
+    )
 
 
 CONFIGS = json.loads((hf_checkpoints.GOLDENS / "configs.json").read_text())
@@ -64,6 +73,7 @@ UNTIED = {"tie_embeddings": False}
 GEMMA = {"act": "gelu", "norm_offset": 1.0, "post_norms": True, "scale_embeddings": True}
 OLMO = {"wide_qk_norm": True, "pre_norms": False, "post_norms": True, "rope_theta": 5e5, **UNTIED}
 EXPERTS = LayerType(experts=True)
+INTERLEAVED = {"rope_sections": (24, 20, 20), "rope_sections_interleaved": True}
 SPARSE_EXPERTS = LayerType(experts=True, top_keys=2048)
 LOCAL, CHUNK = LayerType(window=512, rope="local"), LayerType(chunk=8192, experts=True)
 SHAPES = {
@@ -358,6 +368,51 @@ SHAPES = {
         experts=Experts(256, 8, 512, shared_size=512, shared_gate=True),
         **hybrid(40, experts=True),
     ),
+    "Qwen3-VL-8B": shape(
+        "qwen3_vl",
+        (151936, 4096, 12288),
+        (36, 32, 8, 128),
+        max_positions=262144,
+        rope_theta=5e6,
+        qk_norm=True,
+        vision=tower(151655, deepstack_layers=(8, 16, 24)),
+        num_deepstack=3,
+        **INTERLEAVED,
+        **UNTIED,
+    ),
+    "Qwen3-VL-30B-A3B": shape(
+        "qwen3_vl_moe",
+        (151936, 2048, 6144),
+        (48, 32, 4, 128),
+        max_positions=262144,
+        rope_theta=5e6,
+        qk_norm=True,
+        layers=EXPERTS,
+        experts=Experts(128, 8, 768),
+        vision=tower(151655, deepstack_layers=(8, 16, 24)),
+        num_deepstack=3,
+        **INTERLEAVED,
+        **UNTIED,
+    ),
+    "Qwen3.5 with images": shape(
+        "qwen3_5",
+        (248320, 4096, 12288),
+        (32, 16, 4, 256),
+        max_positions=32768,
+        vision=tower(248056),
+        **{**INTERLEAVED, "rope_sections": (11, 11, 10)},
+        **hybrid(32, experts=False),
+    ),
+    "Qwen3.5 with experts and images": shape(
+        "qwen3_5_moe",
+        (248320, 2048, 0),
+        (40, 16, 2, 256),
+        max_positions=32768,
+        experts=Experts(256, 8, 512, shared_size=512, shared_gate=True),
+        vision=tower(248056),
+        **{**INTERLEAVED, "rope_sections": (11, 11, 10)},
+        **hybrid(40, experts=True),
+    ),
     "Qwen2.5-VL-7B": shape(
         "qwen2_5_vl",
         (152064, 3584, 18944),
@@ -379,9 +434,10 @@ def test_every_family_is_here():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_shape_of_a_published_model(name):
-    found = config_reader.architecture_from_config(CONFIGS[name])
+    found = config_reader.architecture_from_config(vision_config.flat_config(CONFIGS[name]))
     assert dataclasses.asdict(found) == dataclasses.asdict(SHAPES[name])
     written = json.loads(json.dumps(config_writer.to_hf_config(found, "lm", "bfloat16")))
+    written = vision_config.flat_config(written)
     assert config_reader.architecture_from_config(written) == found
 
 

@@ -175,7 +175,7 @@ def is_quantizable(path: tuple[str, ...]) -> bool:
     return path[-1] == "kernel" and not set(path) & set(quantization.UNQUANTIZED)
 
 
-def quantize_stack(kernels: Float[Array, "L I O"], format: str) -> dict[str, Array]:
+def quantize_stack(kernels: Float[Array, "L *E I O"], format: str) -> dict[str, Array]:
     """The arrays of a stack of kernels, quantized layer by layer."""
     return jax.lax.map(FORMATS[format].quantize, kernels)
 
