@@ -6,14 +6,13 @@ whose shards all exist somewhere. The folder is removed when the run ends, saved
 """
 
 import collections
-import contextlib
 import hashlib
+import itertools
 import os
 import pathlib
-import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent import futures
 from typing import Any
 
@@ -32,7 +31,6 @@ Json = dict[str, Any]
 
 FOLDER_VARIABLE = "JAXRL_LLM_MEMORY_FOLDER"  # for hosts without /dev/shm
 _ID_FILE = "memory_id"  # in the run's folder: a copy belongs to this run, not to one before it
-_NAME = re.compile(r"(?P<step>[0-9]+)\.(?P<owner>[0-9]+)-(?P<count>[0-9]+)")
 _KEPT = 2  # newest steps of each process: another process may not have completed the newest
 
 
@@ -63,10 +61,8 @@ class MemoryCopies:
         host = peer_files.own_address(str(distributed.global_state.coordinator_address))
         self._server = peer_files.PeerServer(self._folder, host, self._secret)
         # Processes of one host share its memory: what is in one's folder is in that of the others.
-        mark = self._folder / "host"
-        with contextlib.suppress(FileExistsError):
-            mark.touch(exist_ok=False)
-        place = f"{_boot_id()}:{mark.stat().st_dev}:{mark.stat().st_ino}"
+        folder = self._folder.stat()
+        place = f"{_boot_id()}:{folder.st_dev}:{folder.st_ino}"
         table = multihost.allgather([self._server.address, place])
         self._addresses, places = map(list, zip(*table, strict=True))
         # Neighbouring processes are in one slice, so the partner is as far away as possible.
@@ -116,30 +112,33 @@ class MemoryCopies:
 
     def _trim(self) -> None:
         """Removes all but the newest steps of each process whose files are here."""
-        for names in self._names_by_owner().values():
-            for name in sorted(names, key=_step_of)[:-_KEPT]:
-                (self._folder / name).unlink(missing_ok=True)
+        by_owner = collections.defaultdict(list)
+        for name in self._names():
+            by_owner[name.partition(".")[2]].append(name)
+        for names in by_owner.values():
+            self._delete(sorted(names, key=_step_of)[:-_KEPT])
 
-    def _names_by_owner(self) -> dict[tuple[str, str], list[str]]:
-        names = collections.defaultdict(list)
-        for path in self._folder.iterdir():
-            if match := _NAME.fullmatch(path.name):
-                names[match["owner"], match["count"]].append(path.name)
-        return names
+    def _names(self) -> list[str]:
+        """The complete files in this process's folder: STEP.PROCESS-PROCESSES."""
+        return [p.name for p in self._folder.iterdir() if peer_files.NAME.fullmatch(p.name)]
+
+    def _delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            (self._folder / name).unlink(missing_ok=True)
 
     def newest(self, after: int) -> int:
         """The newest step above `after` of which every shard is intact on some host, else 0."""
-        mine = [name for names in self._names_by_owner().values() for name in names]
-        holders_of_step = _complete_steps(multihost.allgather(mine))
-        for (step, count), holders in sorted(holders_of_step.items(), reverse=True):
+        present = set(self._names())
+        complete = _complete_steps(multihost.allgather(sorted(present)))
+        for (step, _), names in sorted(complete.items(), reverse=True):
             if step <= after:
                 break
-            intact = [name for name in holders if name in mine and self._is_intact(name)]
+            intact = [name for name in sorted(names & present) if self._is_intact(name)]
             everyone = multihost.allgather(intact)
             self._holders = {
-                name: [p for p, names in enumerate(everyone) if name in names] for name in holders
+                name: [p for p, held in enumerate(everyone) if name in held] for name in names
             }
-            if all(self._holders.values()) and len(self._holders) == count:
+            if all(self._holders.values()):
                 return step
         self._holders = {}
         return 0
@@ -154,69 +153,34 @@ class MemoryCopies:
         logging.warning("%s/%s: damaged, %s", self._folder, name, reason)
         return False
 
-    def meta(self) -> Json:
-        """The JSON part of the step that `newest` found."""
-        with self._open_file(min(self._holders, key=self._distance)) as file:
-            return dict(file.header["meta"])
-
-    def read(self, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """The arrays of the step that `newest` found, in the shardings of `expected`.
-
-        Only files that have shards for this process are read, those of its own host first. Raises
-        OSError if a host stopped answering.
-        """
-        regions = Regions()
-        for name, spec in expected.items():
-            for index in spec.sharding.addressable_devices_indices_map(spec.shape).values():
-                regions.want(name, index, spec.shape, spec.dtype)
-        for file_name in sorted(self._holders, key=self._distance):
-            if regions.is_complete:
-                break
-            with self._open_file(file_name) as file:
-                file.fill(regions)
-        if not regions.is_complete:
-            raise OSError(f"{self._folder}: the copies of this step lack shards")
-
-        def assembled(name: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
-            def part(index: Index | None) -> np.ndarray:
-                assert index is not None
-                return regions.get(name, index, spec.shape)
-
-            return jax.make_array_from_callback(spec.shape, spec.sharding, part)
-
-        return {name: assembled(name, spec) for name, spec in expected.items()}
+    def open(self) -> "OpenCopy":
+        """The copy of the step that `newest` found; files of this process's own host come first."""
+        return OpenCopy(map(self._open_file, sorted(self._holders, key=self._distance)))
 
     def _distance(self, name: str) -> tuple[bool, bool, str]:
         """Sorts files: this process's own first, then those in this folder."""
-        match = _NAME.fullmatch(name)
-        own = match is not None and int(match["owner"]) == self._process
+        own = f".{self._process}-" in name
         return not own, self._process not in self._holders[name], name
 
-    @contextlib.contextmanager
-    def _open_file(self, name: str) -> Iterator[ShardFile]:
+    def _open_file(self, name: str) -> ShardFile:
         """A file, here or copied from the first host that answers."""
         holders = self._holders[name]
         if self._process in holders:
-            yield ShardFile(self._folder / name)
-            return
+            return ShardFile(self._folder / name)
         path, errors = self._folder / f"{name}.fetched.tmp", []
         for process in holders:
             try:
                 peer_files.fetch(name, self._addresses[process], self._secret, path)
                 file = ShardFile(path)
-                path.unlink()
-                yield file
-                return
+                path.unlink()  # its bytes stay while the file is mapped
+                return file
             except (OSError, ValueError) as error:
                 errors.append(f"process {process}: {error}")
         raise OSError(f"{name} cannot be read from any host: {'; '.join(errors)}")
 
     def forget_after(self, step: int) -> None:
         """Removes copies of later steps, which this start takes again."""
-        for names in self._names_by_owner().values():
-            for name in names:
-                if _step_of(name) > step:
-                    (self._folder / name).unlink(missing_ok=True)
+        self._delete(name for name in self._names() if _step_of(name) > step)
 
     def remove(self) -> None:
         """Removes this run's copies from the hosts, once no process writes one."""
@@ -231,12 +195,44 @@ class MemoryCopies:
             self._server.close()
 
 
+class OpenCopy:
+    """The copy of one step. Files are opened as they are needed: another host's is copied whole.
+
+    Raises OSError if a host stopped answering.
+    """
+
+    def __init__(self, shard_files: Iterator[ShardFile]):
+        self._first, self._others = next(shard_files), shard_files
+        self.meta: Json = self._first.header["meta"]
+
+    def read(self, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """The arrays in the shardings of `expected`; only files with shards for this process."""
+        regions = Regions()
+        for name, spec in expected.items():
+            for index in spec.sharding.addressable_devices_indices_map(spec.shape).values():
+                regions.want(name, index, spec.shape, spec.dtype)
+        for file in itertools.chain([self._first], self._others):
+            file.fill(regions)
+            if regions.is_complete:
+                break
+        else:
+            raise OSError("the copies of this step lack shards")
+
+        def assembled(name: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
+            def part(index: Index | None) -> np.ndarray:
+                assert index is not None
+                return regions.get(name, index, spec.shape)
+
+            return jax.make_array_from_callback(spec.shape, spec.sharding, part)
+
+        return {name: assembled(name, spec) for name, spec in expected.items()}
+
+
 def _complete_steps(everyone: list[list[str]]) -> dict[tuple[int, int], set[str]]:
     """(step, number of processes) -> files, of steps that have one of every process."""
     steps: dict[tuple[int, int], set[str]] = {}
-    for name in {name for names in everyone for name in names}:
-        if match := _NAME.fullmatch(name):
-            steps.setdefault((int(match["step"]), int(match["count"])), set()).add(name)
+    for name in itertools.chain(*everyone):
+        steps.setdefault((_step_of(name), int(name.rpartition("-")[2])), set()).add(name)
     return {key: names for key, names in steps.items() if len(names) == key[1]}
 
 

@@ -17,7 +17,7 @@ import threading
 from typing import Any
 
 TIMEOUT_S = 60.0  # of a connection that moves no bytes
-_NAME = re.compile(r"[0-9]+\.[0-9]+-[0-9]+")  # of a file
+NAME = re.compile(r"[0-9]+\.[0-9]+-[0-9]+")  # of a file; others are not served
 _BLOCK = 1 << 20
 
 
@@ -78,9 +78,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _path(self) -> pathlib.Path | None:
         """The file that the request names; None, and answered, if it may not have it."""
         name, sent = self.path.lstrip("/"), self.headers.get("Authorization", "")
-        if not hmac.compare_digest(sent.encode(), self.secret.encode()) or not _NAME.fullmatch(
-            name
-        ):
+        if not hmac.compare_digest(sent.encode(), self.secret.encode()) or not NAME.fullmatch(name):
             self.close_connection = True
             self._answer(403)
             return None

@@ -4,10 +4,11 @@ All processes of a run make the same calls, on a folder that all of them share.
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -121,8 +122,12 @@ class Saver:
     @property
     def has_steps(self) -> bool:
         """Whether there is a step to restore, in the folder or in memory."""
-        steps = self._steps()
-        return bool(steps) or (self._memory is not None and self._memory.newest(0) > 0)
+        return bool(self._steps()) or self._newest_copy > 0
+
+    @functools.cached_property
+    def _newest_copy(self) -> int:
+        """The newest step in memory, left by a crash, if it is newer than those in the folder."""
+        return 0 if self._memory is None else self._memory.newest(self.latest_step())
 
     def _steps(self) -> list[int]:
         """The complete steps, without empty folders."""
@@ -249,8 +254,8 @@ class Saver:
         self.wait()
         steps = [s for s in self._steps() if not step or s <= step]
         if self._memory is not None and not step:
-            if newest := self._memory.newest(max(steps, default=0)):
-                return self._restore_from_memory(newest, abstract_state)
+            if self._newest_copy:
+                return self._restore_copy(self._memory, self._newest_copy, abstract_state)
             self._memory.forget_after(max(steps, default=0))
         if not steps:
             raise CheckpointError(
@@ -278,18 +283,17 @@ class Saver:
             " warnings above; restore the folder from a backup, or start in another --workdir"
         )
 
-    def _restore_from_memory(
-        self, step: int, abstract_state: Tree | Callable[[Json], Tree]
+    def _restore_copy(
+        self, memory: MemoryCopies, step: int, abstract_state: Tree | Callable[[Json], Tree]
     ) -> tuple[Tree, Json, int]:
-        assert self._memory is not None
-        meta = self._memory.meta()
-        abstract, expected = _expected(f"the copy of step {step}", meta, abstract_state, False)
-        arrays = self._memory.read(expected)
-        self._memory.forget_after(step)
+        copy = memory.open()
+        meta = copy.meta
+        abstract, expected = _expected(f"copy of step {step}", meta, abstract_state, False)
+        arrays = copy.read(expected)
+        memory.forget_after(step)
         self._best = self._best_saved = meta["best"]
         logging.info("step %d is read from the memory of the hosts", step)
-        leaves = [arrays[name] for name in expected]
-        return jax.tree.unflatten(jax.tree.structure(abstract), leaves), meta["extra"], step
+        return _with_leaves(abstract, expected, arrays), meta["extra"], step
 
     def close(self) -> None:
         """Waits for the save in flight and closes the manager; raises as `wait` does.
@@ -435,8 +439,13 @@ def _read_step(
         args = ocp.args.PyTreeRestore(addressable, restore_args, partial_restore=partial)
         with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
             arrays |= handler.restore(folder / "arrays", args=args)
-    leaves = [arrays[name] for name in expected]
-    return jax.tree.unflatten(jax.tree.structure(abstract), leaves), meta
+    return _with_leaves(abstract, expected, arrays), meta
+
+
+def _with_leaves(abstract: Tree, names: Iterable[str], arrays: Mapping[str, jax.Array]) -> Tree:
+    """A tree like `abstract` of the arrays with these names, in its order."""
+    leaves = [arrays[name] for name in names]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
 def _expected(

@@ -92,18 +92,15 @@ def parse(command: type[Command], words: Sequence[str]) -> Command:
     flag_values.set_gnu_getopt(True)  # also parse flags after a positional argument
     hints = typing.get_type_hints(command)
     fields = {field.name: field for field in dataclasses.fields(command)}
-    for name, field in fields.items():
-        if name == command.inner:
-            continue
-        _define(name, hints[name], field, flag_values, argv)
+    flag_names = [name for name in fields if name != command.inner]
+    for name in flag_names:
+        _define(name, hints[name], fields[name], flag_values, argv)
     try:
         arguments = flag_values(argv)[1:]
     except flags.Error as error:
         raise ConfigError(str(error)) from error
     values_by_name: dict[str, Any] = {
-        name: flag_values[name].value
-        for name in fields
-        if name != command.inner and flag_values[name].present
+        name: flag_values[name].value for name in flag_names if flag_values[name].present
     }
     required = [name for name, f in fields.items() if f.default is dataclasses.MISSING]
     if (

@@ -4,6 +4,7 @@ import math
 from typing import Annotated, Literal
 
 from jaxrl_llm.config.optimizer import OptimizerConfig
+from jaxrl_llm.config.rollout_data import BUILT_IN_ENGINE
 from jaxrl_llm.config.stop_condition import stop_condition
 from jaxrl_llm.config.validation import (
     INT32_MAX,
@@ -250,7 +251,7 @@ def quantization_rules(
     if rollout_quantization != "none":
         message = f"{rollout_quantization!r}, but sampling reads the base of model.quantization="
         yield "rollout.quantization", f"{message}{format!r}; use 'none'"
-    if engine != "jaxrl_llm":
+    if engine != BUILT_IN_ENGINE:
         message = f"{format!r} is sampled by the built-in engine alone, not by rollout.engine="
         yield "model.quantization", f"{message}{engine!r}"
     if warm_start_steps:

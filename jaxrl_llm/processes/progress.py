@@ -13,12 +13,14 @@ VARIABLE = "JAXRL_LLM_PROGRESS"
 def report(step: int) -> None:
     """Reports that this process lives and has completed `step` steps."""
     if path := os.environ.get(VARIABLE):
-        pathlib.Path(path).write_text(f"{step}\n")
+        report_file = pathlib.Path(f"{path}.tmp")
+        report_file.write_text(f"{step}\n")
+        report_file.replace(path)  # a process that is killed here leaves its last report
 
 
 def read(path: pathlib.Path) -> tuple[int, float]:
     """(completed steps, time of the report) of a process; (0, 0.0) before its first report."""
     try:
-        return int(path.read_text() or 0), path.stat().st_mtime
+        return int(path.read_text()), path.stat().st_mtime
     except FileNotFoundError:
         return 0, 0.0

@@ -279,13 +279,14 @@ def make_sampler(
     policy = dataclasses.replace(policy, suppressed_tokens=suppressed)
     network = rollout_network(config.rollout, policy, target)
     speculation = config.rollout.speculation
+    window_cache = config.rollout.keeps_windows_only(config.agent)
     sizes = config.sampled_lengths, config.sequences_per_step, speculation.draft_tokens
     num_slots, fitting = kv_cache.fitting_cache_size(
         network,
         target,
         *sizes,
         config.rollout.num_slots,
-        window_cache=config.rollout.keeps_windows_only(config.agent),
+        window_cache=window_cache,
     )
     prompts, most = config.trainer.prompts_per_step, config.max_sequence_tokens
     shapes = host_inputs.prefill_shapes(prompts, longest_prompt, most) if longest_prompt else ()
@@ -305,7 +306,7 @@ def make_sampler(
         decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         prompt_shapes=shapes,
         prefix_caching=config.rollout.prefix_caching,
-        window_cache=config.rollout.keeps_windows_only(config.agent),
+        window_cache=window_cache,
     )
     return PolicySampler(
         models=models,

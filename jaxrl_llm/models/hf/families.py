@@ -237,12 +237,12 @@ _SHARED_EXPERT_MODULES = {
     "mlp.shared": "mlp.shared_expert",
     "mlp.shared_gate": "mlp.shared_expert_gate",
 }
-_QWEN_MOE_KEYS = {
+_QWEN3_MOE_KEYS = {
     "num": "num_experts",
     "per_token": "num_experts_per_tok",
     "size": "moe_intermediate_size",
-    "shared_size": "shared_expert_intermediate_size",
 }
+_QWEN_MOE_KEYS = {**_QWEN3_MOE_KEYS, "shared_size": "shared_expert_intermediate_size"}
 _QWEN3_5 = ModelFamily(
     "Qwen3_5",
     **_GATED_DELTA,
@@ -296,11 +296,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         "Qwen3VLMoe",
         fixed_fields={"qk_norm": True},
         moe=MoEFormat(
-            config_keys={
-                "num": "num_experts",
-                "per_token": "num_experts_per_tok",
-                "size": "moe_intermediate_size",
-            },
+            config_keys=_QWEN3_MOE_KEYS,
             fixed_fields={},
             sparse_layers=SPARSE_EVERY_N,
         ),
@@ -337,12 +333,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         "Qwen3Moe",
         fixed_fields={"qk_norm": True},
         moe=MoEFormat(
-            config_keys={
-                "num": "num_experts",
-                "per_token": "num_experts_per_tok",
-                "size": "moe_intermediate_size",
-                "normalized": "norm_topk_prob",
-            },
+            config_keys={**_QWEN3_MOE_KEYS, "normalized": "norm_topk_prob"},
             fixed_fields={},
             sparse_layers=SPARSE_EVERY_N,
         ),
