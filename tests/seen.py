@@ -38,3 +38,23 @@ def patched(height, width, seed=0):
     grid = patches.PatchGrid(height // VISION.patch_size, width // VISION.patch_size)
     random = np.random.default_rng((seed, height, width))
     return grid, random.standard_normal((grid.num_patches, VISION.patch_dims), np.float32)
+
+
+def dialogue(random, images, vision):
+    """Returns tokens with text around images, and where the images begin."""
+    tokens, starts = random.integers(3, 88, 7).tolist(), []
+    for grid, _ in images:
+        starts.append(len(tokens) + 1)
+        tokens += [92, *[IMAGE_TOKEN] * grid.num_tokens(vision), 93]
+        tokens += random.integers(3, 88, 5).tolist()
+    return tokens, starts
+
+
+def encoded(network, params, images, num_rows=1):
+    """Returns the features of each image, encoded in rows that several may share."""
+    rows = patches.pack_images(images, network.shape.vision, num_rows)
+    found = network.vision_encoder.encode(
+        params["vision"], rows.pixels, rows.coordinates, rows.image_ids
+    )
+    found = found.reshape(-1, network.shape.image_feature_size)
+    return [found[at] for at in rows.embedding_indices]

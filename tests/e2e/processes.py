@@ -1,6 +1,5 @@
 """Several processes of one run on this machine, which meet at a free port."""
 
-import os
 import pathlib
 import socket
 import subprocess
@@ -32,15 +31,7 @@ def start(
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": quick_compiler.flags(devices),
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
+    environment = quick_compiler.environment(devices, cache, [ROOT, ROOT / "tests"])
     if count > 1:
         environment |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
     return [

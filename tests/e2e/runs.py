@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -120,14 +119,7 @@ def start(
 
     `root` is the source tree whose program and package run.
     """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(root),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": quick_compiler.flags(1),
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
+    environment = quick_compiler.environment(1, cache, [root], inherits_paths=False)
     return subprocess.Popen(
         [sys.executable, root / "launch" / f"{program}.py", *map(str, arguments)],
         stdout=subprocess.PIPE,

@@ -7,7 +7,6 @@ arrays of the last checkpoint are those of a run that was never interrupted, bit
 
 import itertools
 import json
-import os
 import pathlib
 import signal
 import subprocess
@@ -84,16 +83,7 @@ class Starter:
             stdout=subprocess.PIPE,
             text=True,
             cwd=runs.ROOT,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(
-                    filter(None, [str(runs.ROOT), os.environ.get("PYTHONPATH")])
-                ),
-                "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": quick_compiler.flags(1),
-                "JAX_COMPILATION_CACHE_DIR": str(cache),
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            },
+            env=quick_compiler.environment(1, cache, [runs.ROOT]),
         )
 
     def run(self, point: str = "", number: str = "SIGKILL") -> int:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 
+import letters
 import processes
 import pytest
 import quick_compiler
@@ -24,6 +25,14 @@ import test_kill_points as kill_points
 
 from jaxrl_llm.processes import supervisor
 
+# Steps of an idle machine take milliseconds: the run would end before the signal arrives.
+SLOW_REWARD = """
+_score = score
+
+def score(*arguments, **named):
+    time.sleep(0.1)
+    return _score(*arguments, **named)
+"""
 COMMAND = "from jaxrl_llm.commands import command_line; command_line.main()"
 
 
@@ -78,14 +87,7 @@ class Job:
                 stderr=log,
                 cwd=runs.ROOT,
                 env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join([
-                        str(runs.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])
-                    ]),
-                    "JAX_PLATFORMS": "cpu",
-                    "XLA_FLAGS": quick_compiler.flags(2),
-                    "JAX_COMPILATION_CACHE_DIR": str(cache),
-                    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                    **quick_compiler.environment(2, cache, [runs.ROOT]),
                     "JAXRL_LLM_MEMORY_FOLDER": str(self.memory),
                 },
             )  # fmt: skip
@@ -128,9 +130,12 @@ def lost_steps(workdir: pathlib.Path) -> int:
     return len(steps) - len(set(steps))
 
 
-def settings_of_drill(steps: int, count: int) -> dict:
+def settings_of_drill(folder: pathlib.Path, steps: int, count: int) -> dict:
+    reward = folder / "reward.py"
+    reward.write_text(f"import time\n{pathlib.Path(letters.__file__).read_text()}{SLOW_REWARD}")
     return {
         **kill_points.SETTINGS,
+        "rewards.functions.answer.function": f"{reward}:score",
         "trainer.num_steps": steps,
         "checkpoint.every": 2 * steps,  # none but the last
         "checkpoint.memory_every": 1,
@@ -142,7 +147,7 @@ def settings_of_drill(steps: int, count: int) -> dict:
 
 
 def drill(tmp_path, cache, count: int, steps: int, failures, hang_s: float = 120.0) -> None:
-    settings = settings_of_drill(steps, count)
+    settings = settings_of_drill(tmp_path, steps, count)
     job = Job(tmp_path / "run", cache, count, settings, hang_s)
     try:
         for failure in failures:
@@ -185,7 +190,7 @@ def test_supervisors_of_two_hosts_meet_again(tmp_path, cache):
             tmp_path / "run",
             cache,
             1,
-            settings_of_drill(6, 2),
+            settings_of_drill(tmp_path, 6, 2),
             host=(f"--coordinator={address}", "--num_processes=2", f"--process_id={process}"),
         )
         for process in range(2)

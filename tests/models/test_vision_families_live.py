@@ -183,25 +183,6 @@ def random_images(vision, seed=0):
     ]
 
 
-def encoded(network, params, images, num_rows=1):
-    rows = patches.pack_images(images, network.shape.vision, num_rows)
-    found = network.vision_encoder.encode(
-        params["vision"], rows.pixels, rows.coordinates, rows.image_ids
-    )
-    found = found.reshape(-1, network.shape.image_feature_size)
-    return [found[at] for at in rows.embedding_indices]
-
-
-def dialogue(random, images, vision):
-    """Tokens with text around images, and where the images begin."""
-    tokens, starts = random.integers(3, 88, 7).tolist(), []
-    for grid, _ in images:
-        starts.append(len(tokens) + 1)
-        tokens += [92, *[seen.IMAGE_TOKEN] * grid.num_tokens(vision), 93]
-        tokens += random.integers(3, 88, 5).tolist()
-    return tokens, starts
-
-
 def inputs_of(images, vision, tokens, starts, features):
     """One row of image inputs."""
     import jax.numpy as jnp
@@ -240,14 +221,14 @@ def test_features_positions_log_probs_and_gradients(name, folder, torch):
     with torch.no_grad():
         wanted = theirs.model.get_image_features(given["pixel_values"], given["image_grid_thw"])
     deepstack = getattr(wanted, "deepstack_features", None) or []
-    for i, ours in enumerate(encoded(network, params, images, num_rows=2)):
+    for i, ours in enumerate(seen.encoded(network, params, images, num_rows=2)):
         want = np.concatenate([wanted.pooler_output[i], *(f[i] for f in deepstack)], -1)
         assert np.abs(want).max() > 0.5
         np.testing.assert_allclose(ours, want, atol=1e-5 * max(1.0, np.abs(want).max()))
 
     random = np.random.default_rng(0)
     chosen = [images[i] for i in (1, 2, 3, 4)]
-    tokens, starts = dialogue(random, chosen, vision)
+    tokens, starts = seen.dialogue(random, chosen, vision)
     given = torch_inputs(torch, tokens, chosen)
     places, _ = theirs.model.get_rope_index(
         given["input_ids"], given["mm_token_type_ids"], given["image_grid_thw"]
@@ -261,7 +242,7 @@ def test_features_positions_log_probs_and_gradients(name, folder, torch):
     row = np.array([tokens], np.int32), np.arange(len(tokens))[None], np.ones((1, len(tokens)), int)
 
     def loss(params):
-        features = encoded(network, params, chosen)
+        features = seen.encoded(network, params, chosen)
         sights = inputs_of(chosen, vision, tokens, starts, features)
         np.testing.assert_array_equal(sights.positions[0].T, places[:, 0])
         hidden = tiny.hidden_states(network)(params, *row, image_inputs=sights)
@@ -333,7 +314,7 @@ def test_folders_are_read_and_written_byte_for_byte(name, folder, torch, tmp_pat
         # The text config of an untied Qwen3VLMoe says tied by default; the outer one decides.
         assert differing <= {"dtype", "tie_word_embeddings", "norm_topk_prob"}, differing
     images = random_images(network.shape.vision)[:2]
-    tokens, _ = dialogue(np.random.default_rng(1), images, network.shape.vision)
+    tokens, _ = seen.dialogue(np.random.default_rng(1), images, network.shape.vision)
     given = torch_inputs(torch, tokens, images)
     again.set_attn_implementation("eager")
     with torch.no_grad():
@@ -358,7 +339,7 @@ def test_greedy_tokens_are_those_of_generate(name, folder, torch):
     network, params = loaded(folder)
     decoder, vision = network.decoder, network.shape.vision
     images = random_images(vision)
-    found = [np.asarray(features) for features in encoded(network, params, images)]
+    found = [np.asarray(features) for features in seen.encoded(network, params, images)]
     random = np.random.default_rng(4)
     text = {key: value for key, value in params.items() if key != "vision"}
     mesh = tiny.make_mesh()
@@ -367,7 +348,7 @@ def test_greedy_tokens_are_those_of_generate(name, folder, torch):
     requests, wanted = [], []
     for chosen in ([0, 2], [4], [], [1, 3], [5]):
         some = [images[i] for i in chosen]
-        tokens, starts = dialogue(random, some, vision)
+        tokens, starts = seen.dialogue(random, some, vision)
         sights = None
         if chosen:
             features = [found[i] for i in chosen]

@@ -95,25 +95,6 @@ def pixels_of(processor, sizes):
     return found["pixel_values"], found["image_grid_thw"], list(zip(grids, each, strict=True))
 
 
-def vectors_of(network, params, images, num_rows=1):
-    rows = patches.pack_images(images, network.shape.vision, num_rows)
-    found = network.vision_encoder.encode(
-        params["vision"], rows.pixels, rows.coordinates, rows.image_ids
-    )
-    found = np.asarray(found).reshape(-1, network.shape.image_feature_size)
-    return [found[at] for at in rows.embedding_indices]
-
-
-def dialogue(random, images, vision):
-    """Returns tokens with text around images, and where the images begin."""
-    tokens, starts = random.integers(3, 88, 7).tolist(), []
-    for grid, _ in images:
-        starts.append(len(tokens) + 1)
-        tokens += [92, *[seen.IMAGE_TOKEN] * grid.num_tokens(vision), 93]
-        tokens += random.integers(3, 88, 5).tolist()
-    return tokens, starts
-
-
 def test_vectors_positions_and_logits_of_ten_sizes(model, torch):
     theirs, folder, processor = model
     network = Network(checkpoint.read_architecture(folder))
@@ -122,7 +103,7 @@ def test_vectors_positions_and_logits_of_ten_sizes(model, torch):
     pixels, grids, images = pixels_of(processor, SIZES)
     with torch.no_grad():
         wanted = theirs.model.get_image_features(torch.tensor(pixels), torch.tensor(grids))
-    found = vectors_of(network, params, images, num_rows=2)
+    found = seen.encoded(network, params, images, num_rows=2)
     for ours, want in zip(found, wanted.pooler_output, strict=True):
         assert np.abs(np.asarray(want)).max() > 1.0
         np.testing.assert_allclose(ours, want, atol=1e-4)
@@ -130,7 +111,7 @@ def test_vectors_positions_and_logits_of_ten_sizes(model, torch):
     random = np.random.default_rng(0)
     for chosen in ([0, 5], [8], [1, 2, 3, 4], [6, 7, 9]):
         some = [images[i] for i in chosen]
-        tokens, starts = dialogue(random, some, vision)
+        tokens, starts = seen.dialogue(random, some, vision)
         merged = [grid.to_token_grid(vision) for grid, _ in some]
         at = np.full(len(tokens), -1)
         at[np.array(tokens) == seen.IMAGE_TOKEN] = np.arange(sum(g.num_patches for g in merged))
@@ -180,7 +161,7 @@ def test_folders_are_read_and_written_byte_for_byte(model, torch, tmp_path):
     again = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path).eval()
     assert again.config.vision_config.fullatt_block_indexes == TOWER["fullatt_block_indexes"]
     pixels, grids, images = pixels_of(processor, SIZES[:2])
-    tokens, _ = dialogue(np.random.default_rng(1), images, network.shape.vision)
+    tokens, _ = seen.dialogue(np.random.default_rng(1), images, network.shape.vision)
     row = torch.tensor([tokens])
     given = {
         "attention_mask": torch.ones_like(row),
@@ -198,7 +179,7 @@ def test_greedy_tokens_are_those_of_generate(model, torch):
     params = checkpoint.load(folder, network)
     decoder, vision = network.decoder, network.shape.vision
     _, grids, images = pixels_of(processor, SIZES[:5])
-    found = vectors_of(network, params, images)
+    found = seen.encoded(network, params, images)
     random = np.random.default_rng(4)
     text = {name: value for name, value in params.items() if name != "vision"}
     mesh = tiny.make_mesh()
@@ -207,7 +188,7 @@ def test_greedy_tokens_are_those_of_generate(model, torch):
     requests, wanted = [], []
     for chosen in ([0, 2], [4], [], [1, 3]):
         some = [images[i] for i in chosen]
-        tokens, starts = dialogue(random, some, vision)
+        tokens, starts = seen.dialogue(random, some, vision)
         merged = [grid.to_token_grid(vision) for grid, _ in some]
         at = np.full((1, len(tokens)), -1)
         at[np.array([tokens]) == seen.IMAGE_TOKEN] = np.arange(sum(g.num_patches for g in merged))
@@ -280,7 +261,7 @@ def test_a_trained_tower_is_exported(family, rank, torch, tmp_path, capsys):
     at[at == 0] = np.arange((at == 0).sum())
     positions = patches.mrope_positions(len(tokens), starts, merged)
     sights = ImageInputs(
-        positions[None], at[None], np.concatenate(vectors_of(network, params, images))
+        positions[None], at[None], np.concatenate(seen.encoded(network, params, images))
     )
     given = np.array([tokens], np.int32), np.arange(len(tokens))[None], np.ones_like(at)[None]
     ours = network.logits(params, tiny.hidden_states(network)(params, *given, image_inputs=sights))[

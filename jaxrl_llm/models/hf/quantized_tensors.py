@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.models.hf.family_format import CheckpointFormatError
-from jaxrl_llm.models.hf.safetensors_file import StoredTensor
+from jaxrl_llm.models.hf.safetensors_file import DerivedTensor, StoredTensor
 from jaxrl_llm.models.hf.stacked_experts import TransposedTensor
-from jaxrl_llm.storage.model_folder import WeightFile
 
 _MXFP4_GROUP = 32  # numbers per scale
 _EXPONENT_BIAS = 127  # of the MXFP4 scales, which are powers of two
@@ -22,37 +21,25 @@ _FP4_VALUES = np.array([*_FP4_POSITIVE, *(-x for x in _FP4_POSITIVE)], np.float3
 
 
 @dataclasses.dataclass(frozen=True)
-class Mxfp4Tensor:
+class Mxfp4Tensor(DerivedTensor):
     """An MXFP4 tensor [E, in, out], stored as [E, out, in / 32, 16] bytes of two numbers each.
 
     The low half of a byte comes first (OCP Microscaling Formats 1.0, Sec. 5.3).
     """
 
-    blocks: StoredTensor
     scales: StoredTensor  # [E, out, in / 32]: exponents of two
     readable = True
     dtype_code = "MXFP4"
 
     @property
-    def file(self) -> WeightFile:
-        return self.blocks.file
-
-    @property
-    def is_remote(self) -> bool:
-        return self.blocks.is_remote
-
-    @property
     def shape(self) -> tuple[int, ...]:
-        experts, outputs, groups, _ = self.blocks.shape
+        experts, outputs, groups, _ = self.stored.shape
         return experts, groups * _MXFP4_GROUP, outputs
-
-    def view(self) -> "Mxfp4Tensor":
-        return self
 
     def __getitem__(self, block: tuple[slice, ...]) -> np.ndarray:
         experts, inputs, outputs = block
         first_group, end_group = inputs.start // _MXFP4_GROUP, -(-inputs.stop // _MXFP4_GROUP)
-        packed = np.asarray(self.blocks.view()[experts, outputs, first_group:end_group])
+        packed = np.asarray(self.stored.view()[experts, outputs, first_group:end_group])
         exponents = self.scales.view()[experts, outputs, first_group:end_group].astype(np.int32)
         values = _FP4_VALUES[np.stack([packed & 15, packed >> 4], -1)]  # [E, out, groups, 16, 2]
         groups = values.reshape(*packed.shape[:3], _MXFP4_GROUP)
@@ -64,29 +51,17 @@ class Mxfp4Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fp8Tensor:
+class Fp8Tensor(DerivedTensor):
     """A tensor [out, in] of 8-bit floats with a scale per block (arXiv:2412.19437, Sec. 3.3)."""
 
-    values: StoredTensor
     scales: StoredTensor  # one per block
     block_size: tuple[int, int]
     readable = True
     dtype_code = "F8_E4M3"
 
     @property
-    def file(self) -> WeightFile:
-        return self.values.file
-
-    @property
-    def is_remote(self) -> bool:
-        return self.values.is_remote
-
-    @property
     def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    def view(self) -> "Fp8Tensor":
-        return self
+        return self.stored.shape
 
     def __getitem__(self, block: tuple[slice, ...]) -> np.ndarray:
         rows, columns = (
@@ -94,7 +69,7 @@ class Fp8Tensor:
             for span, size, block_length in zip(block, self.shape, self.block_size, strict=True)
         )
         factors = self.scales.view()[rows[:, None], columns].astype(np.float32)
-        return self.values.view()[block].astype(np.float32) * factors
+        return self.stored.view()[block].astype(np.float32) * factors
 
 
 CheckpointTensor = StoredTensor | TransposedTensor | Mxfp4Tensor | Fp8Tensor

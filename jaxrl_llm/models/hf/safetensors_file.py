@@ -14,7 +14,7 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -73,6 +73,24 @@ class StoredTensor:
         if isinstance(self.file, RemoteFile):
             return RemoteArray(self)
         return np.memmap(self.file, self.dtype, "r", self.begin, self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class DerivedTensor:
+    """A tensor that is computed from a stored one when a block of it is read."""
+
+    stored: StoredTensor
+
+    @property
+    def file(self) -> WeightFile:
+        return self.stored.file
+
+    @property
+    def is_remote(self) -> bool:
+        return self.stored.is_remote
+
+    def view(self) -> Self:
+        return self
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,25 +9,14 @@ import numpy as np
 
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.hf.families import FAMILIES
-from jaxrl_llm.models.hf.safetensors_file import StoredTensor, TensorToWrite
-from jaxrl_llm.storage.model_folder import WeightFile
+from jaxrl_llm.models.hf.safetensors_file import DerivedTensor, StoredTensor, TensorToWrite
 
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 @dataclasses.dataclass(frozen=True)
-class TransposedTensor:
+class TransposedTensor(DerivedTensor):
     """A file tensor [E, out, in], read as [E, in, out]."""
-
-    stored: StoredTensor
-
-    @property
-    def file(self) -> WeightFile:
-        return self.stored.file
-
-    @property
-    def is_remote(self) -> bool:
-        return self.stored.is_remote
 
     @property
     def readable(self) -> bool:
@@ -41,9 +30,6 @@ class TransposedTensor:
     def shape(self) -> tuple[int, ...]:
         experts, outputs, inputs = self.stored.shape
         return experts, inputs, outputs
-
-    def view(self) -> "TransposedTensor":
-        return self
 
     def __getitem__(self, block: tuple[slice, ...]) -> np.ndarray:
         experts, inputs, outputs = block

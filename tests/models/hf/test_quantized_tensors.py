@@ -165,7 +165,7 @@ def test_four_bits_are_what_transformers_reads(tmp_path):
     count = 0
     for name, tensor in tensors.items():
         if isinstance(tensor, quantized_tensors.Mxfp4Tensor):
-            parts = (torch.from_numpy(np.array(p.view())) for p in (tensor.blocks, tensor.scales))
+            parts = (torch.from_numpy(np.array(p.view())) for p in (tensor.stored, tensor.scales))
             theirs = convert_moe_packed_tensors(*parts, dtype=torch.float32)
             everything = tuple(slice(0, n) for n in tensor.shape)
             np.testing.assert_array_equal(tensor[everything], theirs.numpy(), err_msg=name)
